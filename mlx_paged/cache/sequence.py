@@ -45,15 +45,13 @@ class SequenceTables:
 
     Args:
         pool: the pool of the blocks.
+        table: a table of the pool to take over, at whose end every layer is; None: a new one.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._lay_out(pool, pool.new_table())
-
-    def _lay_out(self, pool: BlockPool, table: BlockTable) -> None:
+    def __init__(self, pool: BlockPool, table: BlockTable | None = None) -> None:
         self.pool = pool
         self.masks = KnownMasks()
-        self.take_over(table)
+        self.take_over(pool.new_table() if table is None else table)
 
     def take_over(self, table: BlockTable) -> None:
         """Continue this table. Every layer is at its end."""
@@ -61,13 +59,6 @@ class SequenceTables:
         self._behind: dict[int, int] = {}  # tokens by which layers are behind the end of the table
         # By group, the latest token alone and the latest several: a sequence with drafts alternates between them.
         self._tokens: dict[tuple[int, bool], NewTokens] = {}
-
-    @classmethod
-    def over(cls, pool: BlockPool, table: BlockTable) -> SequenceTables:
-        """Return a sequence that takes over this table. Every layer is at its end."""
-        sequence = object.__new__(cls)
-        sequence._lay_out(pool, table)
-        return sequence
 
     @property
     def num_layers(self) -> int:
@@ -200,8 +191,6 @@ class SequenceTables:
             raise BlockStateError(f"layer {layer} has been loaded")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceTables:
-        fork = object.__new__(SequenceTables)
-        memo[id(self)] = fork
-        fork._lay_out(self.pool, self.pool.fork(self.table))
+        fork = memo[id(self)] = SequenceTables(self.pool, self.pool.fork(self.table))
         fork._behind = dict(self._behind)
         return fork

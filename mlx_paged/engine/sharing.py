@@ -117,12 +117,12 @@ class Sharing:
         if not found.length or request.caches is None:
             return 0
         if self.has_states:
-            slot = found.path[-1].slot
-            assert slot is not None
+            checkpoint = found.path[-1].checkpoint
+            assert checkpoint is not None
             fresh = leaves(request.caches)
             own = [cache for cache in fresh if not _is_paged(cache)]
-            is_saved = isinstance(slot.caches, SavedStates)
-            parts = iter(slot.caches.fill(own) if is_saved else copy.deepcopy(slot.caches))
+            is_saved = isinstance(checkpoint.caches, SavedStates)
+            parts = iter(checkpoint.caches.fill(own) if is_saved else copy.deepcopy(checkpoint.caches))
             request.caches = with_leaves(request.caches, [c if _is_paged(c) else next(parts) for c in fresh])
         if request.sequence is not None:
             request.sequence.take_over(table)

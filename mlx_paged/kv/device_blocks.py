@@ -152,7 +152,7 @@ class DeviceBlocks:
 
         Raises:
             NoKernelError: no kernel works for these shapes, or blocks of this form. Nothing has been launched, and
-                :meth:`write` and :meth:`read_visible` still work.
+                :meth:`write` and :meth:`gather` still work.
         """
         q_len, (scale, _, window, softcap, sinks, latent) = q.shape[2], params
         visible = tokens.visible(window, q.shape[0])
@@ -317,24 +317,23 @@ class DeviceBlocks:
     def fetch(self, tokens: NewTokens) -> tuple[mx.array, mx.array]:
         """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values that rows of one new token each see, padded on
         the left to the longest as by :func:`.new_tokens.padded_slots` (lazy copies)."""
-        k, v = self.read_packed(tokens)
-        index = tokens.made.get("fetch")
-        if index is None:
-            heads = np.arange(self.geometry.num_kv_heads)[:, None] * k.shape[2]
+        known = tokens.made.get("fetch")
+        if known is None:
+            ids = [block_id for table in tokens.tables for block_id in table.block_ids[tokens.group]]
+            num_slots = len(ids) * self.block_size
+            heads = np.arange(self.geometry.num_kv_heads)[:, None] * num_slots
             slots = padded_gathered_slots(tokens.tables, tokens.group)[:, None] + heads
-            index = tokens.made["fetch"] = mx.array(slots.astype(np.int32))
-        k, v = (mx.take(x.reshape(-1, x.shape[-1]), index, 0) for x in (k, v))
+            launch = kernels.prepare_gather(
+                self.__keys, self.__values, mx.array(ids, mx.int32), 0, num_slots, self.pages
+            )
+            known = tokens.made["fetch"] = launch, mx.array(slots.astype(np.int32))
+        launch, index = known
+        k, v = (mx.take(x.reshape(-1, x.shape[-1]), index, 0) for x in self._gathered(launch))
         return k, v
 
     def _gathered(self, launch: Callable[..., tuple[mx.array, mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
         k, v, self.__fence = launch(self.__keys, self.__values, self.__fence)
         return (rotate(k), rotate(v)) if self.rotates else (k, v)
-
-    def read_packed(self, tokens: NewTokens) -> tuple[mx.array, mx.array]:
-        """Return all blocks of the tokens' tables, table by table: K
-        ``[1, n_kv_heads, slots, k_head_dim]`` and V (lazy copies). Slots without a token have arbitrary contents."""
-        ids, num_slots = tokens.all_blocks(), tokens.num_slots()
-        return self._gathered(kernels.prepare_gather(self.__keys, self.__values, ids, 0, num_slots, self.pages))
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks onto others; see :meth:`Blocks.copy`."""

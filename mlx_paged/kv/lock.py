@@ -6,7 +6,6 @@ import functools
 import itertools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -16,7 +15,7 @@ import mlx.core as mx
 from ..errors import DeviceWatch, check_device
 from .blocks import HeldArrays
 from .group import Group
-from .owners import BlockOwners
+from .owners import BlockOwners, TableLock
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,7 +73,7 @@ class PoolLock:
         self.held_arrays = held_arrays
         self.device = DeviceWatch()
         self._groups = groups
-        self.even_if_lost = _EvenIfLost(self)
+        self.even_if_lost = TableLock(self)
         self.owners = BlockOwners(groups, self.even_if_lost)
         self._lock, self._gate = threading.RLock(), threading.RLock()
         self._depth = 0
@@ -182,25 +181,6 @@ class PoolLock:
             except (RuntimeError, LookupError):  # something has changed its size
                 time.sleep(0.001)
         return read(False)
-
-
-class _EvenIfLost:
-    """The lock for changes of tables, which are possible after an error of the device, too. Does not keep it alive."""
-
-    def __init__(self, lock: PoolLock) -> None:
-        self._lock = weakref.ref(lock)
-
-    def __enter__(self) -> bool:
-        lock = self._lock()
-        return lock is not None and lock.enter()
-
-    def __exit__(self, *given: object) -> None:
-        if (lock := self._lock()) is not None:
-            lock.__exit__(*given)
-
-    def visit(self) -> None:
-        if (lock := self._lock()) is not None:
-            lock.visit()
 
 
 def _give_way(number: int) -> None:

@@ -2,68 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..errors import BlockStateError, ConfigError, PoolExhaustedError
+from ..errors import ConfigError, PoolExhaustedError
 from .attention_params import QueryHeads
 from .geometry import Geometry
 from .group import Group
 from .lock import PoolLock
 from .owners import BlockOwners
-
-
-class StateSlot:
-    """A reservation for one sequence's states: convolution tails and recurrent states of its layers without blocks.
-
-    It counts in the pool's budget from the moment it is taken until it is dropped.
-
-    Attributes:
-        nbytes: size of the states.
-        caches: the states, which are never written to, or caches from which they can be made; None if the states are in
-            a batch or in a request's own caches.
-    """
-
-    __slots__ = ("__weakref__", "caches", "nbytes")
-
-    def __init__(self, nbytes: int, caches: Any = None) -> None:
-        self.nbytes = nbytes
-        self.caches = caches
-
-
-class StateSlots:
-    """The state slots of one pool. Take them under the pool's lock; any thread may drop them."""
-
-    def __init__(self) -> None:
-        # Bytes of the slots in use, by number. Finalizers in other threads remove entries, so it is copied in one
-        # operation before it is summed.
-        self._held: dict[int, int] = {}
-        self._taken = 0
-
-    def take(self, nbytes: int, caches: Any = None) -> StateSlot:
-        """Return a slot that counts until it is dropped. The caller must have made room for it."""
-        slot = StateSlot(nbytes, caches)
-        self._taken += 1
-        self._held[self._taken] = nbytes
-        release: Callable[..., Any] = self._held.pop
-        weakref.finalize(slot, release, self._taken, None).atexit = False
-        return slot
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots held."""
-        return sum(list(self._held.values())) if self._held else 0
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def check_integrity(self, known: int) -> None:
-        """Raise BlockStateError if prefix caches hold more bytes than there are slots for."""
-        if known > self.nbytes:
-            raise BlockStateError(f"prefix caches hold {known} bytes of states, but slots count only {self.nbytes}")
-
 
 UNLIMITED = 1 << 62
 # Layers with a sliding window may take what this many sequences need, each while it takes this many tokens at a time:
@@ -128,14 +76,13 @@ class PoolMemory:
         self.spare: int | None = None
         self.keeps_states = False
         self.owners = owners
-        self.states = StateSlots()
         self.lock = lock
         self._divided: tuple[Any, list[int]] = None, []
 
     @property
     def unreserved_bytes(self) -> int:
         """Bytes of the budget that neither tensors nor states take."""
-        return self.budget - self.states.nbytes - sum(group.bytes_reserved for group in self.groups)
+        return self.budget - self.owners.state_nbytes - sum(group.bytes_reserved for group in self.groups)
 
     def capacities(self, budget: int | None = None) -> list[int]:
         """Return the most blocks of each group, null block included, in a budget, by default the pool's."""

@@ -255,18 +255,6 @@ class NewTokens:
             found = self.made["places"] = [table.place(self.group) for table in self.tables]
         return found
 
-    def all_blocks(self) -> mx.array:
-        """Return the ids of all blocks of the tables, table by table; int32."""
-        found: mx.array | None = self.made.get("all blocks")
-        if found is None:
-            ids = [block_id for table in self.tables for block_id in table.block_ids[self.group]]
-            found = self.made["all blocks"] = mx.array(ids, mx.int32)
-        return found
-
-    def num_slots(self) -> int:
-        """Return the number of slots in all blocks of the tables."""
-        return sum(len(table.block_ids[self.group]) for table in self.tables) * self.tables[0].block_size
-
     def single(self, index: int) -> NewTokens:
         """Return the tokens of one table alone, for attention sequence by sequence."""
         found: NewTokens | None = self.made.get(("single", index))
@@ -336,7 +324,7 @@ def padded_slots(tables: Sequence[BlockTable], group: int) -> np.ndarray:
 
 
 def padded_gathered_slots(tables: Sequence[BlockTable], group: int) -> np.ndarray:
-    """Return :func:`padded_slots` among the slots of :meth:`NewTokens.all_blocks`."""
+    """Return :func:`padded_slots` among the slots of the tables' blocks, table by table."""
     rows, first = [], 0
     for table in tables:
         rows.append(np.arange(first + table.starts[group], first + table.length))

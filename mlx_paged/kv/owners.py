@@ -52,39 +52,40 @@ class BlockHolder(Protocol):
         ...
 
 
-class TableLock(Protocol):
-    """A pool's lock for changes of tables. Whoever releases it calls :meth:`BlockOwners.settle` first."""
+class TableLock:
+    """A pool's lock for changes of tables, which are possible after an error of the device, too. Keeps no pool alive.
 
-    def __enter__(self) -> bool: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def visit(self) -> None:
-        """Take and release the lock, unless a thread holds it."""
-
-
-class AbandonedBlocks:
-    """Blocks of dropped tables, to be released by the next thread that holds the pool's lock. Keeps no pool alive.
+    Args:
+        lock: the pool's :class:`.lock.PoolLock`. It calls :meth:`BlockOwners.settle` before it is released.
 
     Attributes:
-        queue: block ids of each group.
+        abandoned: block ids, by group, of dropped tables, to be released by the next thread that holds the lock.
     """
 
-    def __init__(self, lock: TableLock) -> None:
-        self.queue: deque[Sequence[Sequence[int]]] = deque()
-        self._lock = lock
+    def __init__(self, lock: Any) -> None:
+        self._lock: weakref.ref[Any] = weakref.ref(lock)
+        self.abandoned: deque[Sequence[Sequence[int]]] = deque()
 
-    def put(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Release these blocks; called by finalizers, which run at any point of any thread, so it never waits: a thread
-        that holds the lock does it instead."""
-        self.queue.append(block_ids)
-        self._lock.visit()
+    def __enter__(self) -> bool:
+        lock = self._lock()
+        return lock is not None and lock.enter()
+
+    def __exit__(self, *given: object) -> None:
+        if (lock := self._lock()) is not None:
+            lock.__exit__(*given)
+
+    def abandon(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """Release these blocks, listed by group. For finalizers, which run at any point of any thread, so it never
+        waits: a thread that holds the lock does it instead."""
+        self.abandoned.append(block_ids)
+        if (lock := self._lock()) is not None:
+            lock.visit()
 
 
 class BlockOwners:
     """The tables and prefix caches that hold blocks of a pool's groups. Keeps none of them alive.
 
-    Changes need the pool's lock, except :meth:`add_table`, :meth:`abandon` and :meth:`collect`.
+    Changes need the pool's lock, except :meth:`add_table` and :meth:`collect`.
     """
 
     def __init__(self, groups: Sequence[Group], lock: TableLock) -> None:
@@ -95,7 +96,6 @@ class BlockOwners:
         # of tables that some thread is just dropping. Other threads add tables without the lock, so it is copied before
         # it is iterated.
         self._lists: dict[int, tuple[list[list[int]], weakref.ref[BlockTable]]] = {}
-        self._abandoned = AbandonedBlocks(lock)
         self._caches: list[weakref.ref[BlockHolder]] = []
 
     # Tables ---------------------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ class BlockOwners:
         """Register a table until it is removed; if it is dropped instead, a finalizer returns its blocks."""
         table.owner = self.owner
         self._lists[id(table.block_ids)] = (table.block_ids, weakref.ref(table))
-        put: Any = self._abandoned.put
-        weakref.finalize(table, put, table.block_ids).atexit = False
+        abandon: Any = self._lock.abandon
+        weakref.finalize(table, abandon, table.block_ids).atexit = False
         return table
 
     def remove_table(self, table: BlockTable) -> None:
@@ -125,18 +125,14 @@ class BlockOwners:
         """Return the block ids of all tables of a group that have not been released, those being dropped included."""
         return [block_ids[group] for block_ids, _ in list(self._lists.values())]
 
-    def abandon(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Drop one reference of each block, listed by group; for finalizers, which may run at any point."""
-        self._abandoned.put(block_ids)
-
     @property
     def has_abandoned(self) -> bool:
         """Whether dropped tables still hold blocks."""
-        return bool(self._abandoned.queue)
+        return bool(self._lock.abandoned)
 
     def collect(self) -> None:
         """Release abandoned blocks; call it before counting free blocks."""
-        queue = self._abandoned.queue
+        queue = self._lock.abandoned
         if not queue:
             return
         with self._lock:

@@ -123,7 +123,7 @@ class BlockPool:
 
     def abandon(self, block_ids: Sequence[Sequence[int]]) -> None:
         """Drop one reference of each block, listed by group; for finalizers, which may run at any point."""
-        self._owners.abandon(block_ids)
+        self.lock.even_if_lost.abandon(block_ids)
 
     def collect(self) -> None:
         """Release the blocks of dropped tables; call it before counting free blocks."""
@@ -554,4 +554,3 @@ class BlockPool:
             for index, group in enumerate(self.groups):
                 held = [ids for holder in self.holders() for ids in holder.held(index)]
                 check_group(group, tables, self._owners.lists(index) + held)
-            self.memory.states.check_integrity(self._owners.state_nbytes)

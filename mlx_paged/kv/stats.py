@@ -48,8 +48,7 @@ class PagedCacheStats:
         draft_steps: steps in which drafts were verified.
         draft_depth: most drafts of a request in the latest step; 0 if it had none.
         draft_ms_saved: milliseconds that drafts have saved, as measured; negative if they have cost time.
-        state_bytes: bytes of states beside keys and values, of checkpoints and requests; they count in the budget.
-        checkpoint_bytes: the part of ``state_bytes`` that prefix caches hold.
+        checkpoint_bytes: bytes of states beside keys and values that prefix caches hold; they count in the budget.
     """
 
     block_size: int
@@ -76,7 +75,6 @@ class PagedCacheStats:
     draft_steps: int = 0
     draft_depth: int = 0
     draft_ms_saved: int = 0
-    state_bytes: int = 0
     checkpoint_bytes: int = 0
 
     @classmethod
@@ -109,7 +107,6 @@ class PagedCacheStats:
             draft_steps=pool.draft_steps,
             draft_depth=pool.draft_depth,
             draft_ms_saved=pool.draft_ms_saved,
-            state_bytes=pool.memory.states.nbytes,
             checkpoint_bytes=sum(holder.state_nbytes for holder in holders),
         )
 

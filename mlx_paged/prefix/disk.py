@@ -62,8 +62,8 @@ class DiskTier:
                 nbytes = pool.groups[group].bytes_per_block
                 read = _reader(pool, group, entry)
                 shelf.save(entry.key, f"kv{group}", entry.tokens, nbytes, read, wait=wait)
-        if entry.slot is not None and not shelf.has(entry.key, STATES):
-            caches = entry.slot.caches
+        if entry.checkpoint is not None and not shelf.has(entry.key, STATES):
+            caches = entry.checkpoint.caches
             try:
                 saved = caches if isinstance(caches, SavedStates) else SavedStates.of(caches or ())
             except ValueError as error:

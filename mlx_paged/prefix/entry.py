@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..kv.allocator import NULL_BLOCK
 from ..kv.attention_params import Window
-from ..kv.memory import StateSlot
 
 
 class SavedName(NamedTuple):
@@ -29,6 +28,18 @@ def is_saved(salt: Hashable) -> bool:
     return isinstance(salt, tuple) and bool(salt) and isinstance(salt[0], SavedName)
 
 
+class Checkpoint(NamedTuple):
+    """States of layers without blocks: convolution tails and recurrent states.
+
+    Attributes:
+        nbytes: size of the states.
+        caches: the states, which are never written to, or caches from which they can be made.
+    """
+
+    nbytes: int
+    caches: Any
+
+
 class Entry:
     """One block of a prefix.
 
@@ -42,18 +53,18 @@ class Entry:
             it was behind the group's window.
         num_children: entries whose parent this is.
         used_at: time of the last use.
-        slot: slot of a checkpoint, the states of layers without blocks at the entry's end, or None.
+        checkpoint: states of layers without blocks at the entry's end, or None.
         stays_in_memory: never written to disk: a token stands for an image, or the salt has no meaning there.
     """
 
     __slots__ = (
         "before",
         "blocks",
+        "checkpoint",
         "end",
         "key",
         "num_children",
         "parent",
-        "slot",
         "stays_in_memory",
         "tokens",
         "used_at",
@@ -74,7 +85,7 @@ class Entry:
         self.blocks = [NULL_BLOCK] * num_groups
         self.num_children = 0
         self.used_at = 0.0
-        self.slot: StateSlot | None = None
+        self.checkpoint: Checkpoint | None = None
         # An image's id is a negative hash of its URL: the URL may show another image after a restart.
         of_parent = parent is not None and parent.stays_in_memory
         self.stays_in_memory: bool = stays_in_memory or min(tokens) < 0 or of_parent

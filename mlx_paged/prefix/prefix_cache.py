@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
-from ..kv.memory import STATES_SHARE, StateSlot
+from ..kv.memory import STATES_SHARE
 from ..kv.pool import BlockPool
-from .entry import Entry, Match, is_saved, next_key, serves
+from .entry import Checkpoint, Entry, Match, is_saved, next_key, serves
 
 # Largest share of a pool's budget for prefixes that requests ask to keep, so that others always have room.
 KEPT_SHARE = 1 / 2
@@ -120,7 +120,7 @@ class PrefixCache:
                 tails = [t for t in self._tails.get(keys[number], ()) if t.end < len(tokens)]
                 fits = [tail for tail in tails if tuple(tokens[low : tail.end]) == tail.tokens]
                 yield from ([*path[:number], tail] for tail in sorted(fits, key=lambda tail: -tail.end))
-            if number and (not to_state or path[number - 1].slot is not None):
+            if number and (not to_state or path[number - 1].checkpoint is not None):
                 yield path[:number]
 
     def _walk(self, tokens: Sequence[int], key: bytes) -> tuple[list[Entry], list[bytes]]:
@@ -213,10 +213,10 @@ class PrefixCache:
             return True
         with self.pool.lock:
             self.expire()
-            slot = None
+            checkpoint = None
             if states is not None and not self._has_state(tokens, salt):
-                slot = self._new_slot(*states())
-                if slot is None:
+                checkpoint = self._new_checkpoint(*states())
+                if checkpoint is None:
                     self.dropped_states += 1
                     return False
             path: list[Entry] = []
@@ -224,10 +224,10 @@ class PrefixCache:
                 self._add(path, tokens if states is not None else self._whole(tokens), table, salt)
             finally:
                 self._touch(path)
-            if slot is not None and path and path[-1].end == len(tokens):
-                path[-1].slot = slot
+            if checkpoint is not None and path and path[-1].end == len(tokens):
+                path[-1].checkpoint = checkpoint
                 self._states[path[-1]] = None
-                self.state_nbytes += slot.nbytes
+                self.state_nbytes += checkpoint.nbytes
             if keep:
                 self._keep([entry for entry in path if entry.end <= keep])
             return True
@@ -239,14 +239,14 @@ class PrefixCache:
         longest = next(self._candidates([*tokens, -1], salt, to_state=True), None)
         return longest is not None and longest[-1].end == len(tokens)
 
-    def _new_slot(self, nbytes: int, caches: Any) -> StateSlot | None:
-        """Return a slot for states, or None if there is no room for them."""
+    def _new_checkpoint(self, nbytes: int, caches: Any) -> Checkpoint | None:
+        """Return a checkpoint for states, or None if there is no room for them."""
         memory, most = self.pool.memory, int(self.pool.memory.budget * STATES_SHARE)
         if self.state_nbytes + nbytes > most:
             self.evict_states(self.state_nbytes + nbytes - most)
         if self.state_nbytes + nbytes > most or nbytes > memory.unreserved_bytes:
             return None
-        return memory.states.take(nbytes, caches)
+        return Checkpoint(nbytes, caches)
 
     def _add(self, path: list[Entry], tokens: Sequence[int], table: BlockTable, salt: Hashable) -> None:
         """Add the entries of ``tokens`` that are missing, and append all of them to ``path``."""
@@ -301,7 +301,7 @@ class PrefixCache:
 
     def _nbytes_of(self, entry: Entry) -> int:
         held = zip(entry.blocks, self.pool.groups, strict=True)
-        states = 0 if entry.slot is None else entry.slot.nbytes
+        states = 0 if entry.checkpoint is None else entry.checkpoint.nbytes
         return states + sum(group.bytes_per_block for block, group in held if block != NULL_BLOCK)
 
     def _touch(self, path: Sequence[Entry]) -> None:
@@ -430,20 +430,20 @@ class PrefixCache:
                 freed += self._drop_state(entry)
                 self.dropped_states += 1
                 last: Entry | None = entry
-                while last is not None and not last.num_children and last.slot is None:
+                while last is not None and not last.num_children and last.checkpoint is None:
                     parent = last.parent
                     self._remove(last)
                     last = parent
             return freed
 
     def _drop_state(self, entry: Entry) -> int:
-        slot, entry.slot = entry.slot, None
+        checkpoint, entry.checkpoint = entry.checkpoint, None
         self._states.pop(entry, None)
-        if slot is None:
+        if checkpoint is None:
             return 0
-        self.state_nbytes -= slot.nbytes
+        self.state_nbytes -= checkpoint.nbytes
         self.version += 1
-        return slot.nbytes
+        return checkpoint.nbytes
 
     def evict_oldest(self) -> None:
         """Evict the least recently used prefix, as far as no other begins with it."""
@@ -504,8 +504,8 @@ class PrefixCache:
                 raise BlockStateError("the entries' blocks do not match the references that the cache holds")
             if any(entry.num_children != children[entry] for entry in seen) or not seen >= children.keys():
                 raise BlockStateError("the numbers of children do not match the entries")
-            slots = [entry.slot.nbytes for entry in self._states if entry.slot is not None]
-            if {entry for entry in seen if entry.slot} != set(self._states) or sum(slots) != self.state_nbytes:
+            slots = [entry.checkpoint.nbytes for entry in self._states if entry.checkpoint is not None]
+            if {entry for entry in seen if entry.checkpoint} != set(self._states) or sum(slots) != self.state_nbytes:
                 raise BlockStateError("the checkpoints do not match the entries")
             tails = {entry for each in self._tails.values() for entry in each}
             if tails != {entry for entry in seen if len(entry.tokens) < self.block_size} or not seen >= set(self._kept):

@@ -163,7 +163,7 @@ class PagedLayerCache(PagedKVCache):
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """Return mlx-lm's quantised cache, which is not paged; or this cache, if its pages already have these bits and
-        this group size, or if it has chunks, which mlx-lm cannot quantise.
+        this group size. A cache with chunks, which mlx-lm cannot quantise, becomes mlx-lm's own.
 
         Raises:
             PromptCacheError: the pages are quantised with other bits or another group size.
@@ -175,10 +175,9 @@ class PagedLayerCache(PagedKVCache):
             raise PromptCacheError(
                 f"the pages have {held} and cannot be converted to {bits} bits in groups of {group_size}"
             )
-        if self._stands_for is ChunkedKVCache:
-            return self  # mlx-lm's chunked cache cannot be quantised either
         warn_once(STOCK_QUANTISES)
-        return self.to_stock().to_quantized(group_size=group_size, bits=bits)
+        stock = self.to_stock()
+        return stock if isinstance(stock, ChunkedKVCache) else stock.to_quantized(group_size=group_size, bits=bits)
 
     @classmethod
     def merge(cls, caches: Sequence[PagedLayerCache]) -> Any:

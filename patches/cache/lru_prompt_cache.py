@@ -159,7 +159,7 @@ class PagedPromptCache:
         caches: list[Any] = []
         for prefixes, kinds in shared:
             _, table = prefixes.adopt(tokens[: length + 1], self._salt)
-            sequence = SequenceTables.over(prefixes.pool, table)
+            sequence = SequenceTables(prefixes.pool, table)
             caches += with_leaves(kinds, [kind(sequence, layer) for layer, kind in enumerate(leaves(kinds))])
         return caches, tokens[length:]
 

@@ -4,6 +4,7 @@ own."""
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import mlx.core as mx
 import pytest
@@ -13,15 +14,17 @@ from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kv.attention_params import AttentionParams
+from mlx_paged.kv.choice import blocks_choice
+from tests.support.kernels.fake_kernels import fake_kernels
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
 LAYERS = 3  # 0 and 2 global, 1 sliding
 SCALE = DIM**-0.5
 
 
-def pool_of(budget: int = 1 << 30) -> BlockPool:
+def pool_of(budget: int = 1 << 30, *, in_place: bool = False) -> BlockPool:
     groups = [LayerGroup((0, 2)), LayerGroup((1,), WINDOW, "window")]
-    return BlockPool(groups, block_size=BLOCK, memory_budget=budget)
+    return BlockPool(groups, block_size=BLOCK, memory_budget=budget, choose_blocks=blocks_choice(in_place))
 
 
 def sequence(pool: BlockPool, length: int, seed: int = 0) -> list[PagedKVCache]:
@@ -144,10 +147,15 @@ def test_take_back_undoes_a_step_that_some_layers_have_written() -> None:
     check_decode(pool, batch, solo, 1)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("lengths", [(0, 0, 0), (3, 17, 30), (40, 0, 25)])
-def test_fetched_arrays_are_padded_on_the_left(lengths: tuple[int, ...]) -> None:
+def test_fetched_arrays_are_padded_on_the_left(lengths: tuple[int, ...], in_place: bool) -> None:
     """Attention over the fetched arrays under make_mask's array gives each row the result that it has alone."""
-    pool = pool_of()
+    with fake_kernels() if in_place else nullcontext():
+        check_fetched(pool_of(in_place=in_place), lengths)
+
+
+def check_fetched(pool: BlockPool, lengths: tuple[int, ...]) -> None:
     solo = [sequence(pool, n, seed=n) for n in lengths]
     batch = merged(solo)
     for seed in range(3):

@@ -176,7 +176,7 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
     rng = np.random.default_rng(seed)
     page_format = FORMATS[seed % len(FORMATS)]
     pool = pool_of(window=window, page_format=page_format)
-    sequences = [(SequenceTables.over(pool, pool.new_table()), [])]  # with the (k, v) of every token
+    sequences = [(SequenceTables(pool, pool.new_table()), [])]  # with the (k, v) of every token
     written, parked = 0, []
     for turn in range(50):
         index = int(rng.integers(len(sequences)))
@@ -189,7 +189,7 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
             tokens += [(k[:, :, i : i + 1], v[:, :, i : i + 1]) for i in range(n)]
             written += n
         elif action == "fork" and len(sequences) < 5:
-            sequences.append((SequenceTables.over(pool, pool.fork(table)), list(tokens)))
+            sequences.append((SequenceTables(pool, pool.fork(table)), list(tokens)))
         elif action == "trim":
             n = int(rng.integers(0, min(len(tokens), 4)))
             if window is None or len(tokens) < window:
@@ -208,7 +208,7 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
             fresh = pool.table_over([[NULL_BLOCK] * (start // pool.block_size)], table.length, [start])
             pool.fill(fresh, 0, start)
             pool.write_stored(0, [fresh], *rows)
-            sequences[index] = (SequenceTables.over(pool, fresh), tokens)
+            sequences[index] = (SequenceTables(pool, fresh), tokens)
         del sequence, table
         for other, mine in sequences:
             if not mine:

@@ -97,7 +97,7 @@ class TestLiveBatches:
 @pytest.mark.parametrize(("storage", "kind"), quick(ALL, ("functional", "qwen2")), indirect=["storage"])
 @pytest.mark.usefixtures("storage")
 class TestDtypes:
-    def test_generation_after_set_dtype_has_a_new_pool(self, kind: str) -> None:
+    def test_generation_after_set_dtype_has_pages_of_the_dtype(self, kind: str) -> None:
         expected, model = [], model_of(kind)
         for dtype in (mx.float32, mx.bfloat16, mx.float32):
             model.set_dtype(dtype)

@@ -96,4 +96,4 @@ def make_tree(windows: Sequence[int | Window | None], **options: Any) -> tuple[P
 def adopt_longest(tree: PrefixCache, tokens: Sequence[int], salt: Hashable = None) -> SequenceTables | None:
     """Return a new sequence on the longest prefix that the cache can serve, or None if it has none."""
     match, table = tree.adopt(tokens, salt)
-    return SequenceTables.over(tree.pool, table) if match.length else None
+    return SequenceTables(tree.pool, table) if match.length else None

@@ -128,8 +128,8 @@ def test_checkpoints_keep_to_their_share_and_useful_ones_stay(kind: str) -> None
         chats.ask([*system, 9 + number, *prompt_of(30, seed=number).tolist()], prompt_of(90, seed=90 + number).tolist())
         assert chats.tree.state_nbytes <= STATES_SHARE * memory
         stats = chats.pool.stats()
-        assert stats.checkpoint_bytes == chats.tree.state_nbytes <= stats.state_bytes
-        assert stats.bytes_reserved + stats.state_bytes <= memory
+        assert stats.checkpoint_bytes == chats.tree.state_nbytes
+        assert stats.bytes_reserved + stats.checkpoint_bytes <= memory
     assert chats.tree.dropped_states > 0
     assert chats.ask([*system, 300])[0] >= 96
 
@@ -172,7 +172,7 @@ def get(cache: PrefixCache, tokens: str) -> Any:
     match, _ = cache.adopt([ord(c) for c in tokens], to_state=True)
     if not match.length:
         return None
-    slot = match.path[-1].slot
+    slot = match.path[-1].checkpoint
     return match.length, slot.caches[0] if slot is not None else None
 
 
@@ -201,20 +201,9 @@ def test_least_recently_used_checkpoint_is_evicted_first() -> None:
     assert not put(cache, "f" * 40, nbytes=401)
     cache.check_integrity()
     pool.check_integrity()
-    assert pool.memory.states.nbytes == cache.nbytes
+    assert pool.stats().checkpoint_bytes == cache.nbytes == pool.memory.budget - pool.memory.unreserved_bytes
     cache.clear()
-    assert pool.memory.states.nbytes == cache.nbytes == cache.num_states == len(cache.entries) == 0
-
-
-def test_state_in_use_counts_until_it_is_dropped() -> None:
-    pool, cache = cache_of()
-    put(cache, "abc")
-    (entry,) = cache.entries.values()
-    slot = entry.slot
-    cache.clear()
-    assert pool.memory.states.nbytes == 100 and pool.memory.unreserved_bytes == 3900
-    del slot
-    assert pool.memory.states.nbytes == 0
+    assert pool.stats().checkpoint_bytes == cache.nbytes == cache.num_states == len(cache.entries) == 0
 
 
 # On disk -------------------------------------------------------------------------------------------------------------
@@ -246,7 +235,7 @@ def test_damaged_file_of_states_loses_only_that_checkpoint(tmp_path: Path) -> No
     assert chats.store is not None
     chats.store.tidy()
     chats.store.disk = chats.tree.tier = None
-    (deepest,) = [entry for entry in chats.tree.entries.values() if entry.end == 128 and entry.slot is not None]
+    (deepest,) = [entry for entry in chats.tree.entries.values() if entry.end == 128 and entry.checkpoint is not None]
     mlx_paged.patches.cache.pools.forget_pools()
     again = Chats(model, folder=tmp_path)
     assert again.store is not None and again.store.disk is not None

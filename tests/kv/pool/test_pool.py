@@ -542,8 +542,8 @@ def test_integrity_can_be_checked_while_another_thread_drops_a_table(monkeypatch
         wait(checks)
         abandon(block_ids)
 
-    abandon = pool._owners._abandoned.put
-    monkeypatch.setattr(pool._owners._abandoned, "put", finalizer)
+    abandon = pool.lock.even_if_lost.abandon
+    monkeypatch.setattr(pool.lock.even_if_lost, "abandon", finalizer)
     with ThreadPoolExecutor(1) as executor:
         table = pool.new_table()
         put(pool, table, 0, 5)
