@@ -421,8 +421,8 @@ class Engine:
         self.scheduler.remove(gone)
         for request in gone:
             del self.requests[request.uid]
-        for request in gone:
-            if request.caches is not None and not self.device.is_lost:
+        for request in [each for each in gone if each.caches is not None]:  # they run
+            if not self.device.is_lost:
                 try:
                     self.batch.remove([request], keep_caches=finished)
                     self._share(request, finished)

@@ -10,9 +10,10 @@ from typing import Any
 from ...drafts.depth import new_depth
 from ...drafts.draft_model import DraftModel, is_paged
 from ...drafts.look_up import look_up_of
-from ...drafts.prediction_head import HiddenStates, PredictionHead
+from ...drafts.prediction_head import PredictionHead
 from ...engine.decode_batch import DecodeBatch
 from ...engine.draft_steps import NO_DRAFTS_REASON
+from ...engine.hidden_states import HiddenStates
 from ...engine.prefill import can_pack
 from ...engine.proposer import Proposer
 from ...engine.request import sequence_of

@@ -15,7 +15,7 @@ from mlx_lm import utils
 from mlx_lm.models.base import create_attention_mask
 
 from ...cache.batch_cache import PagedBatchKVCache, first_paged
-from ...drafts.prediction_head import HiddenStates
+from ...engine.hidden_states import HiddenStates
 from ...errors import ConfigError
 from .model_calls import adapt, locking
 
