@@ -23,6 +23,7 @@ from mlx_paged.cli.prompts_file import Counts, Line, Results, parse_lines
 from mlx_paged.cli.terminal import BatchProgress
 from mlx_paged.errors import PromptsFileError
 from tests.support.processes import commands
+from tests.support.processes.small_model import records
 
 
 def words(count: int, seed: int) -> str:
@@ -40,11 +41,6 @@ def arguments(folder: Path, *args: object) -> list[str]:
 
 def run(folder: Path, *args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return commands.run("mlx_paged", *arguments(folder, *args), input=stdin)
-
-
-def records(text: str) -> list[dict[str, Any]]:
-    """Return the results in the order of the file: they are written as they finish."""
-    return sorted((json.loads(line) for line in text.splitlines()), key=lambda record: record["index"])
 
 
 @pytest.fixture(scope="module")
