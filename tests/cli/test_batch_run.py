@@ -77,6 +77,14 @@ def test_unknown_batch_generator_is_refused_in_one_line(
     assert "--prompts-file does not support this version of mlx-lm: " in line and line.endswith("installed)")
 
 
+def test_summary_counts_equal_the_sums_of_the_results(folder: Path, expected: list[str]) -> None:
+    done = run(folder, "--prompts-file", "-", "--extra-eos-token", expected[0].split()[5], stdin="\n".join(TEXTS))
+    written = records(done.stdout)
+    assert "stop" in {record["finish_reason"] for record in written}
+    prompts, answers = (sum(record[name] for record in written) for name in ("prompt_tokens", "generation_tokens"))
+    assert f"6 prompts: {prompts} prompt tokens, {answers} generated" in done.stderr
+
+
 STRICT = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}w1 {{ m['content'] }} w2 {% endfor %}"
