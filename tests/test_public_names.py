@@ -10,8 +10,9 @@ import pytest
 from mlx_lm import load
 
 import mlx_paged
-from tests.cli.test_command_line import save_model
+from mlx_paged import PagedConfig
 from tests.support.models.builders import build
+from tests.support.processes.small_model import save_model
 
 PACKAGE = Path(mlx_paged.__file__).parent
 PATCHES = ("adopt_prompt_cache", "apply_patches", "is_applied", "pool_of", "remove_patches")

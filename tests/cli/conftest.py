@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_command_line import save_model
+from tests.support.processes.small_model import save_model
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 
 from mlx_paged.cli.answer_grammars import constraint_from
 from mlx_paged.errors import ConfigError
-from tests.cli.test_batch_run import records
 from tests.support.cases import slow
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes import commands
+from tests.support.processes.small_model import records
 
 SCHEMA = {
     "type": "object",

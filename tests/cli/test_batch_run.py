@@ -23,6 +23,7 @@ from mlx_paged.cli.prompts_file import Counts, Line, Results, parse_lines
 from mlx_paged.cli.terminal import BatchProgress
 from mlx_paged.errors import PromptsFileError
 from tests.support.processes import commands
+from tests.support.processes.small_model import records
 
 
 def words(count: int, seed: int) -> str:
@@ -40,11 +41,6 @@ def arguments(folder: Path, *args: object) -> list[str]:
 
 def run(folder: Path, *args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return commands.run("mlx_paged", *arguments(folder, *args), input=stdin)
-
-
-def records(text: str) -> list[dict[str, Any]]:
-    """Return the results in the order of the file: they are written as they finish."""
-    return sorted((json.loads(line) for line in text.splitlines()), key=lambda record: record["index"])
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +75,14 @@ def test_unknown_batch_generator_is_refused_in_one_line(
         main(arguments(folder, "--prompts-file", "-")[1:])
     (line,) = capsys.readouterr().err.splitlines()
     assert "--prompts-file does not support this version of mlx-lm: " in line and line.endswith("installed)")
+
+
+def test_summary_counts_equal_the_sums_of_the_results(folder: Path, expected: list[str]) -> None:
+    done = run(folder, "--prompts-file", "-", "--extra-eos-token", expected[0].split()[5], stdin="\n".join(TEXTS))
+    written = records(done.stdout)
+    assert "stop" in {record["finish_reason"] for record in written}
+    prompts, answers = (sum(record[name] for record in written) for name in ("prompt_tokens", "generation_tokens"))
+    assert f"6 prompts: {prompts} prompt tokens, {answers} generated" in done.stderr
 
 
 STRICT = (

@@ -15,43 +15,9 @@ from mlx_lm.generate import setup_arg_parser
 
 from mlx_paged.cli.generate import extend_parser
 from tests.support.models.builders import COMMON, HEADS, build
-from tests.support.models.tokenizers import word_tokenizer
 from tests.support.processes import commands
+from tests.support.processes.small_model import PROMPT, check_error, command, generate, save_model, text_of
 from tests.support.processes.terminal import on_a_terminal
-
-PROMPT = " ".join(f"w{(7 * i) % 300}" for i in range(60))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-def save_model(path: Path, **changes: int) -> Path:
-    path.mkdir(exist_ok=True)
-    changes = {"hidden_size": 96, "num_hidden_layers": 3, **changes}  # transformers requires a multiple of the heads
-    model = build("llama", **changes)
-    config = {**COMMON, **HEADS, "model_type": "llama", "tie_word_embeddings": False, **changes}
-    (path / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
-    tokenizer = word_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}"
-    tokenizer.save_pretrained(path)
-    return path
-
-
-def command(*args: object, module: str = "mlx_paged", **env: str) -> subprocess.CompletedProcess[str]:
-    return commands.run(module, *args, **env)
-
-
-def generate(folder: Path, *args: object, module: str = "mlx_paged", **env: str) -> subprocess.CompletedProcess[str]:
-    fixed = ("--model", folder, "--max-tokens", 24, "--ignore-chat-template")
-    return command("generate", *fixed, *args, module=module, **env)
-
-
-def text_of(run: subprocess.CompletedProcess[str]) -> str:
-    assert run.returncode == 0, run.stderr
-    return run.stdout.split("==========")[1].strip()
 
 
 def test_generate_gives_stock_text_through_the_pool(folder: Path) -> None:
@@ -143,12 +109,6 @@ def test_prompt_cache_of_another_model_is_refused_in_one_line(folder: Path, tmp_
     mx.save_safetensors(str(named), arrays, {**metadata, "0.model": str(other)})
     run = command("generate", "--model", other, "--prompt-cache-file", named, "--prompt", "w1")
     check_error(run, "has 3 layers, the model 2")
-
-
-def check_error(run: subprocess.CompletedProcess[str], message: str, code: int = 1) -> None:
-    assert run.returncode == code, (run.stdout, run.stderr)
-    assert message in run.stderr
-    assert "Traceback" not in run.stderr
 
 
 BLOCK = 32 * 3 * 2 * 2 * 32 * 4  # bytes: 32 tokens, 3 layers, keys and values of 2 heads of 32, f32

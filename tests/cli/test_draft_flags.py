@@ -9,8 +9,8 @@ import pytest
 
 from mlx_paged.errors import ConfigError
 from mlx_paged.patches.generate.drafting import check_same_tokens
-from tests.cli.test_batch_run import records
 from tests.support.processes import commands
+from tests.support.processes.small_model import records
 
 
 @pytest.mark.slow  # tests/server/test_server_drafts.py covers a draft model in every run

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_batch_run import records
 from tests.support.models.prediction_heads import write_checkpoint
 from tests.support.models.tokenizers import word_tokenizer
 from tests.support.processes import commands
 from tests.support.processes.server_process import ServerProcess
+from tests.support.processes.small_model import records
 
 BODIES = [{"prompt": "w1 w2 w3", "temperature": 0}, {"prompt": "w9 w4", "temperature": 1.0, "seed": 5}]
 LONG = {"prompt": "w5 w6", "temperature": 0, "max_tokens": 500}  # long enough to repay a trial of drafts

@@ -17,11 +17,11 @@ import pytest
 
 from mlx_paged.cli.over_ranks import from_rank_0
 from mlx_paged.ranks.ranks import EXIT_STATUS
-from tests.cli.test_batch_run import records
 from tests.support.cases import quick, slow
 from tests.support.models.tiny_model import VOCAB, make_tiny_model
 from tests.support.processes import commands
 from tests.support.processes.server_process import ServerProcess
+from tests.support.processes.small_model import records
 from tests.support.ranks.faulty_ranks_server import FATAL
 from tests.support.ranks.launch import Launch
 from tests.support.ranks.ranked_server import RankedServer

@@ -11,8 +11,8 @@ import pytest
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests.completions import CompletionBody
 from mlx_paged.server.requests.fields import parsed
-from tests.cli.test_command_line import PROMPT, generate, text_of
 from tests.support.processes import commands
+from tests.support.processes.small_model import PROMPT, generate, text_of
 
 BITS = ("--kv-bits", "4", "--kv-group-size", "32")
 QUANTISED = "quantised in 3 layer(s)"
@@ -22,8 +22,6 @@ def test_kv_bits_quantise_pages_alone_and_in_a_batch(folder: Path, tmp_path: Pat
     flags = ("--kv-bits", "8", "--kv-group-size", "32")
     alone = generate(folder, "--prompt", PROMPT, *flags, "--cache-stats")
     assert QUANTISED in alone.stderr and "Warning" not in alone.stderr
-    from_env = generate(folder, "--prompt", PROMPT, MLX_PAGED_KV_BITS="8", MLX_PAGED_KV_GROUP_SIZE="32")
-    assert text_of(from_env) == text_of(alone)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n")
     batch = generate(folder, "--prompts-file", prompts, *flags, "--cache-stats")

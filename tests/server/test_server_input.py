@@ -219,7 +219,7 @@ def check(server: ServerProcess, path: str, body: Any) -> None:
 
 
 @pytest.mark.demo_model
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bodies)
 @example({**HI, "logit_bias": {"999999999": 1}})
 @example({**HI, "logit_bias": {str(VOCAB - 1): -10000, "0": 10000}})

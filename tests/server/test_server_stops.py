@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.server.test_stop_strings import cut_of
 from tests.support.cases import slow
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import ServerProcess, cached, together
-from tests.support.server.answers import COMPLETIONS, Said, ask
+from tests.support.server.answers import COMPLETIONS, Said, ask, cut_of
 
 pytestmark = pytest.mark.demo_model
 

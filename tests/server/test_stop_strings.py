@@ -9,10 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.server.stops import StopList, StopScanner
-
-
-def cut_of(text: str, stops: list[str]) -> str:
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+from tests.support.server.answers import cut_of
 
 
 def pieces_of(text: str, borders: list[int]) -> list[str]:

@@ -20,8 +20,8 @@ from mlx_paged.server.requests.chat import ChatBody, chat_request
 from mlx_paged.server.requests.responses import KeptResponses, ResponseBody
 from mlx_paged.server.texts import LoadedTexts
 from scripts.clients.session_share import shares
-from tests.server.api.samples import HI, SCHEMA, WHITE
 from tests.support.processes.server_process import Answer, ServerProcess
+from tests.support.server.samples import HI, SCHEMA, WHITE
 
 if TYPE_CHECKING:
     import openai

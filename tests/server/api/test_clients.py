@@ -14,9 +14,9 @@ import pytest
 
 from mlx_paged.server.requests.endpoints import ENDPOINTS
 from mlx_paged.server.requests.fields import NO_EFFECT, REFUSED
-from tests.server.api.samples import HI, OF_CHAT, OF_MESSAGE, WHITE
 from tests.support.models.tiny_model import VOCAB
 from tests.support.processes.server_process import ServerProcess
+from tests.support.server.samples import HI, OF_CHAT, OF_MESSAGE, WHITE
 
 if TYPE_CHECKING:
     import anthropic

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.server.api.samples import HI, OF_MESSAGE, OF_RESPONSE, WHITE
 from tests.support.processes.server_process import ServerProcess
 from tests.support.server.answers import CHAT, RESPONSES, ask
+from tests.support.server.samples import HI, OF_MESSAGE, OF_RESPONSE, WHITE
 
 if TYPE_CHECKING:
     import anthropic

@@ -83,3 +83,8 @@ def _said(text: str, finish: str, num_scored: int, usage: dict[str, Any]) -> Sai
 def events_of(body: bytes) -> list[Any]:
     """Return the JSON values of a stream's events; empty if the body is no stream."""
     return [json.loads(line[6:]) for line in body.decode().split("\n") if line.startswith("data: {")]
+
+
+def cut_of(text: str, stops: list[str]) -> str:
+    """Return a text up to the first of its stop strings."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
