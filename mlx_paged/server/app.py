@@ -100,7 +100,7 @@ class App:
             found = await parts.engine.texts_for(request.model)
             size = max(size, sum(map(size_of, request.inputs)))  # an earlier response may have joined it
             await run(lambda: parts.prompts.complete(request, found), size=size)
-            await parts.prompts.compile(request, found)
+            await parts.prompts.compile(request, found, lambda: client.work.is_open)
             answers = Answers(request, found, asked.form, streams=asked.streams)
             parts.engine.submit(client.work)
         except BaseException:

@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
@@ -19,6 +20,7 @@ _PRODUCT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 FIGURES = ("requests", "prompt_tokens", "cached_tokens", "generated_tokens")
 
 
+@dataclass(frozen=True, repr=False)  # never shows the keys: configurations are logged
 class ApiKeys:
     """The server's API keys. Without any, every request is accepted.
 
@@ -30,8 +32,12 @@ class ApiKeys:
         ConfigError: a key is empty, which would admit nobody or everybody, or cannot be sent in a header.
     """
 
-    def __init__(self, keys: Sequence[str] = (), source: str = "--api-key") -> None:
-        self.keys = tuple(dict.fromkeys(key.strip() for key in keys))
+    keys: Sequence[str] = ()
+    source: str = field(default="--api-key", compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", tuple(dict.fromkeys(key.strip() for key in self.keys)))
+        source = self.source
         if not all(self.keys):
             raise ConfigError(f"{source} contains an empty API key; omit {source} to accept every request")
         if any(not character.isprintable() for key in self.keys for character in key):
@@ -46,15 +52,6 @@ class ApiKeys:
 
     def __bool__(self) -> bool:
         return bool(self.keys)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ApiKeys) and self.keys == other.keys
-
-    def __hash__(self) -> int:
-        return hash(self.keys)
-
-    def __repr__(self) -> str:
-        return f"ApiKeys({len(self.keys)})"  # never the keys: configurations are logged
 
     def find(self, authorization: str, x_api_key: str = "") -> str | None:
         """Return the key in an ``Authorization`` header, or else in ``x-api-key``; None if neither holds one."""

@@ -52,11 +52,14 @@ async def body_of(request: Request) -> bytearray:
         RequestRefused: 413, the body is too large.
         ClientDisconnect: the client has gone.
     """
+    too_large = RequestRefused(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
+    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:  # h11 has checked that it is a number
+        raise too_large
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise RequestRefused(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
+            raise too_large
     return body
 
 

@@ -44,15 +44,18 @@ class PromptMaker:
         finally:
             self.num_waiting -= 1
 
-    async def compile(self, request: ServerRequest, texts: LoadedTexts) -> None:
-        """Compile the request's constraint, if it has one.
+    async def compile(
+        self, request: ServerRequest, texts: LoadedTexts, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Compile the request's constraint, if it has one, and if the request is still wanted when its turn comes.
 
         Raises:
             RequestRefused: 400, the grammar is invalid.
         """
         if (constraint := request.constraint) is None:
             return
-        request.grammar = await asyncio.get_running_loop().run_in_executor(self._compiling, texts.compile, constraint)
+        compiled = lambda: texts.compile(constraint) if is_wanted() else None  # noqa: E731
+        request.grammar = await asyncio.get_running_loop().run_in_executor(self._compiling, compiled)
         if request.grammar is None:
             request.constraint = None  # so that other ranks do not compile it either
 

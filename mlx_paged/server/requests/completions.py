@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field
 
 from ..errors import invalid
 from ..request import ServerRequest
@@ -18,6 +18,7 @@ from .fields import (
     TOKEN_ID_LIMIT,
     ModelParameters,
     SamplingParameters,
+    Several,
     StopField,
     StreamOptions,
     Tokens,
@@ -25,38 +26,19 @@ from .fields import (
 )
 from .pieces import FORBIDDEN_LOGPROB, Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
-_WORDS = "must be a non-empty string, a non-empty list of token ids, or a list of either"
-
-
-def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+TokenIds = Annotated[Several[Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]], Field(min_length=1)]
+OnePrompt = Annotated[str, Field(min_length=1)] | TokenIds
 
 
 def prompts_of(value: Any) -> list[str | list[int]]:
     """Return the parameter ``prompt`` as a list of prompts."""
-    return [value] if isinstance(value, str) or _is_token_ids(value) else list(value)
-
-
-def _check_prompt(value: Any) -> Any:
-    if not isinstance(value, str | list) or not value:
-        raise ValueError(_WORDS)
-    for prompt in prompts_of(value):
-        if (not isinstance(prompt, str) and not _is_token_ids(prompt)) or not prompt:
-            raise ValueError(_WORDS)
-        if isinstance(prompt, list) and not all(0 <= token < TOKEN_ID_LIMIT for token in prompt):
-            raise ValueError(f"token ids must be from 0 to {TOKEN_ID_LIMIT - 1}")
-    return value
-
-
-_TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": TOKEN_ID_LIMIT - 1}}
-_SCHEMA = {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _IDS]}}]}
+    return [value] if isinstance(value, str) or isinstance(value[0], int) else list(value)
 
 
 class CompletionBody(AnswerParameters, SamplingParameters, ModelParameters):
     """The body of ``/v1/completions``."""
 
-    prompt: Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(_SCHEMA)] = Field(
+    prompt: OnePrompt | Annotated[Several[OnePrompt], Field(min_length=1)] = Field(
         description=f"a text, token ids, or a list of either; at most {MAX_ANSWERS} answers in all"
     )
     max_tokens: Annotated[Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None, BeforeValidator(or_none)] = Field(

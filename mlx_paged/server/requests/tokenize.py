@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from ..errors import invalid
 from ..request import ChatInput, Input
 from .chat import Messages, TemplateParameters
-from .fields import TOKEN_ID_LIMIT, Body, Several, ToolList
+from .completions import TokenIds
+from .fields import Body, ToolList
 
 if TYPE_CHECKING:
     from ..prompting import PromptMaker
@@ -28,7 +27,7 @@ class TokenizeBody(TemplateParameters):
 class DetokenizeBody(Body):
     """The body of ``/detokenize``."""
 
-    tokens: Annotated[Several[Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]], Field(min_length=1)]
+    tokens: TokenIds
     model: str | None = None
 
 
