@@ -313,23 +313,21 @@ def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: Pa
             reads.
         pages: form of a pool of quantised pages.
     """
-    heads = k_pool.shape[1]
+    body, constants, parts = "write_slots", _pool_constants(k_pool, v_pool), 1
     if pages is not None:
-        kernel = build_kernel(
-            "quantized_write", (*quantized.page_constants(pages, k_pool.shape[2]), ("S", slots.dtype))
-        )
-        return WriteLaunch(prepared(kernel, quantized.write_options(slots, heads, len(pages))), slots)
-    kernel = build_kernel("write_slots", (*_pool_constants(k_pool, v_pool), ("S", slots.dtype)))
-    return WriteLaunch(prepared(kernel, quantized.write_options(slots, heads)), slots)
-
-
-BlockIds = mx.array | Sequence[int]
-ThreeArrays = tuple[mx.array, mx.array, mx.array]
+        body, constants, parts = "quantized_write", quantized.page_constants(pages, k_pool.shape[2]), len(pages)
+    kernel = build_kernel(body, (*constants, ("S", slots.dtype)))
+    return WriteLaunch(prepared(kernel, quantized.write_options(slots, k_pool.shape[1], parts)), slots)
 
 
 def prepare_gather(
-    k_pool: mx.array, v_pool: mx.array, block_ids: BlockIds, start: int, length: int, pages: PageShape | None = None
-) -> Callable[[mx.array, mx.array, mx.array], ThreeArrays]:
+    k_pool: mx.array,
+    v_pool: mx.array,
+    block_ids: mx.array | Sequence[int],
+    start: int,
+    length: int,
+    pages: PageShape | None = None,
+) -> quantized.GatherLaunch:
     """Prepare a launch that copies positions ``start .. start + length - 1`` of one block table out of the pool.
 
     Args:
@@ -345,19 +343,14 @@ def prepare_gather(
     """
     ids = block_ids.astype(mx.int32) if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
     if pages is not None:
-        return lambda k_pool, v_pool, fence: quantized.gather(k_pool, v_pool, fence, ids, start, length, pages)
-    _, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool)
-    quantized.check_range(ids, block_size, start, length)
-    threads = _round_up(length * (max(head_dim, value_dim) // 4), 256)
-    options = {
-        "grid": (threads, n_kv_heads, 1),
-        "threadgroup": (256, 1, 1),
-        "output_shapes": [(1, n_kv_heads, length, head_dim), (1, n_kv_heads, length, value_dim), (1,)],
-        "output_dtypes": [k_pool.dtype, k_pool.dtype, mx.uint32],
-    }
-    launch = prepared(build_kernel("gather_blocks", _pool_constants(k_pool, v_pool)), options)
-    span = mx.array([start, length], mx.int32)
-    return lambda k_pool, v_pool, fence: tuple(launch([k_pool, v_pool, fence, ids, span]))  # type: ignore[return-value]
+        constants, outputs = (
+            quantized.page_constants(pages, k_pool.shape[2]),
+            [(form.dim, pages.dtype) for form in pages],
+        )
+        return quantized.gather_launch("quantized_gather", constants, k_pool, ids, start, length, outputs, 4, 2)
+    outputs = [(pool.shape[3], pool.dtype) for pool in (k_pool, v_pool)]
+    constants = _pool_constants(k_pool, v_pool)
+    return quantized.gather_launch("gather_blocks", constants, k_pool, ids, start, length, outputs, 4, 1)
 
 
 def copy_blocks(
