@@ -10,9 +10,9 @@ Pools of quantised pages (``pages`` gives their form) are uint32 and have kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -173,8 +173,6 @@ class DecodeLaunch(NamedTuple):
     merge: Launch | None
     visible: tuple[mx.array, mx.array, mx.array]
     params: mx.array
-    kernel: Callable[..., list[mx.array]]  # the kernel that decode launches,
-    options: dict[str, Any]  # and its keyword arguments
     counters: int = 0  # number of counters that the kernel needs to merge partitions itself
     items: mx.array | None = None  # rows that read blocks together, if the kernel is for common blocks
 
@@ -275,15 +273,13 @@ def prepare_decode(
         n_items = 0 if own_items is None else len(own_items)
         n_partitions = count_partitions(seen, own)
         spec = spec_of(choice, own, batch, n_q_heads, q_len, n_partitions, n_items)
-        kernel, merge = build_kernel(choice.body, spec.decode_constants), None
-        filled = {} if init_value is None else {"init_value": init_value}
+        filled, merge = {} if init_value is None else {"init_value": init_value}, None
+        decode = prepared(build_kernel(choice.body, spec.decode_constants), {**spec.decode, **filled})
         if spec.merge:
             merge = prepared(build_kernel(spec.merge_body, spec.merge_constants), {**spec.merge, **filled})
         run_shift = spec.run.bit_length() - 1
         params = params_of(scale, softcap or 1.0, float(append), float(run_shift), float(n_partitions))
-        options = {**spec.decode, **filled}
-        decode = prepared(kernel, options)
-        return DecodeLaunch(decode, merge, visible, params, kernel, options, spec.counters, own_items)
+        return DecodeLaunch(decode, merge, visible, params, spec.counters, own_items)
     raise NoKernelError("; ".join(reasons) or "no decode kernel is available for this geometry")
 
 
