@@ -23,8 +23,8 @@ from support.paged_decode import decode_variants, gather_blocks, paged_decode, w
 
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.check import MAX_RMS, SelfCheck, self_check
-from mlx_paged.kernels.launch_shape import HEAD_DIMS
+from mlx_paged.kernels.check import MAX_RMS, self_check
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, Variant
 from mlx_paged.kernels.ops import latent_variants_of
 from mlx_paged.kernels.quantized import PageShape
 
@@ -113,8 +113,9 @@ def check_limits(tokens: int = 1 << 20) -> int:
     return failed
 
 
-def is_good(check: SelfCheck, make: Callable[[], Run], steps: int, window: int | None) -> bool:
-    """Return whether a self-check passes and each of ``steps`` steps has an RMS below MAX_RMS; print a line."""
+def is_good(variant: Variant, make: Callable[[], Run], steps: int, window: int | None) -> bool:
+    """Return whether the self-check passes and each of ``steps`` steps has an RMS below MAX_RMS; print a line."""
+    check = self_check(variant)
     worst = check.rms
     if check.ok:
         run, behind = make(), None
@@ -127,7 +128,7 @@ def is_good(check: SelfCheck, make: Callable[[], Run], steps: int, window: int |
         worst = max(worst, behind.item() if behind is not None else 0.0)
     good = check.ok and worst < MAX_RMS
     seen = f" window {window}" if window else ""
-    print(f"{'ok  ' if good else 'FAIL'} {check.variant}{seen}: RMS {worst:.2e} {check.reason}", flush=True)
+    print(f"{'ok  ' if good else 'FAIL'} {variant}{seen}: RMS {worst:.2e} {check.reason}", flush=True)
     return good
 
 
@@ -157,16 +158,16 @@ def main() -> int:
             pages = PageShape.of(case["dim"], args.kv_bits, args.kv_group_size, shape[0])
         for variant in kernels.variants_of(*shape, case["extras"], case["extras"], pages):
             make = partial(HeadRun, variant, args.batch, args.longest, args.steps, case["window"], seed)
-            failed += not is_good(self_check(variant), make, args.steps, case["window"])
+            failed += not is_good(variant, make, args.steps, case["window"])
             shared = kernels.shared_variant_of(variant)
             if shared is not None:
                 make_shared = partial(SharedRun, shared, 3 * args.batch, 5 * args.longest, args.steps, seed)
-                failed += not is_good(self_check(shared), make_shared, args.steps, None)
+                failed += not is_good(shared, make_shared, args.steps, None)
     latents = LATENTS[:3] if args.quick else LATENTS
     for seed, latent in enumerate(latents if not args.limits and not args.kv_bits else []):
         for variant in latent_variants_of(latent.dtype, latent.rank, LatentRun.rope, latent.heads, 1, latent.block):
             make_latent = partial(LatentRun, variant, latent, args.batch, args.steps, seed)
-            failed += not is_good(self_check(variant), make_latent, args.steps, latent.window)
+            failed += not is_good(variant, make_latent, args.steps, latent.window)
     print(f"{failed} failed" if failed else "all good", flush=True)
     return 1 if failed else 0
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from ..kernels.build import KernelText, backend, build_kernel, compile_ahead, warn_when_compiling
 from ..kernels.cases import worst_rms
-from ..kernels.check import outcome_of
+from ..kernels.check import CheckResult, outcome_of
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -90,20 +90,6 @@ _VECTOR = 8  # values per load
 USUAL_DIMS = 3  # number of dimensions of x in most models
 
 Matrix = mx.array | PackedWeight  # [width, depth]
-
-
-class TileCheck(NamedTuple):
-    """Outcome of a self-check; rms is NaN if there was no result, seconds include compiling. ``bits`` is 0 if matrices
-    are not quantised."""
-
-    body: str
-    dtype: mx.Dtype
-    tile: int
-    bits: int
-    ok: bool
-    rms: float
-    seconds: float
-    reason: str
 
 
 def is_available() -> bool:
@@ -264,7 +250,7 @@ def passes_check(body: str, dtype: mx.Dtype, tile: int, num_dims: int, bits: int
     return not reason
 
 
-def self_check(body: str, dtype: mx.Dtype, tile: int, bits: int = 0, num_dims: int = USUAL_DIMS) -> TileCheck:
+def self_check(body: str, dtype: mx.Dtype, tile: int, bits: int = 0, num_dims: int = USUAL_DIMS) -> CheckResult:
     """Compare the kernel with float32 products of the same factors, with edges in every dimension, for an x of
     ``num_dims`` dimensions.
 
@@ -274,9 +260,7 @@ def self_check(body: str, dtype: mx.Dtype, tile: int, bits: int = 0, num_dims: i
     sizes = ((1, 40, 32), (tile + 5, 200, 2176), (3, 40, 384)) if bits else ((1, 40, 8), (tile + 5, 200, 2200))
     # For quantised matrices, each size has another group size.
     checks = [(*size, bits, group_size, num_dims) for size, group_size in zip(sizes, GROUP_SIZES, strict=False)]
-    return TileCheck(
-        body, dtype, tile, bits, *outcome_of(lambda: max(_difference(body, dtype, tile, *check) for check in checks))
-    )
+    return outcome_of(lambda: max(_difference(body, dtype, tile, *check) for check in checks))
 
 
 def _packed(weight: mx.array, bits: int, group_size: int) -> Matrix:

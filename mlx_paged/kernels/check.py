@@ -44,20 +44,20 @@ _MORE = 44  # tokens by which a longer window exceeds what one partition may hol
 Bounds = list[list[int]]  # [row][query]
 
 
-class SelfCheck(NamedTuple):
-    """Outcome for one variant. rms is NaN if it never produced a result; seconds include compiling."""
+class CheckResult(NamedTuple):
+    """Result of a self-check. rms is NaN if there was no result; seconds include compiling; reason is empty if the
+    kernel passed."""
 
-    variant: Variant
     ok: bool
     rms: float
     seconds: float
     reason: str
 
 
-_results: dict[Variant, SelfCheck] = {}
+_results: dict[Variant, CheckResult] = {}
 
 
-def self_check(variant: Variant) -> SelfCheck:
+def self_check(variant: Variant) -> CheckResult:
     """Compare one variant of an attention kernel, decode or prefill, over plain, quantised or latent pages, with
     attention in float32: :func:`decode_difference`, :func:`prefill_difference`; for common blocks
     :func:`shared_difference`.
@@ -70,7 +70,7 @@ def self_check(variant: Variant) -> SelfCheck:
     else:
         is_prefill = BODIES[variant.body].family is Family.PREFILL
         difference = prefill_difference if is_prefill else decode_difference
-    return SelfCheck(variant, *outcome_of(lambda: difference(variant)))
+    return outcome_of(lambda: difference(variant))
 
 
 def decode_difference(variant: Variant) -> float:
@@ -179,12 +179,9 @@ def prefill_difference(variant: Variant) -> float:
     return worst_rms(errors)
 
 
-def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str]:
-    """Run a check that returns the RMS difference between a kernel and its reference.
-
-    Returns:
-        Whether it is below 5e-3; the RMS, NaN if it raised a RuntimeError or ValueError; seconds; why it failed.
-    """
+def outcome_of(difference: Callable[[], float]) -> CheckResult:
+    """Run a check that returns the RMS difference between a kernel and its reference; it fails if that is 5e-3 or more,
+    or if the check raises a RuntimeError or ValueError."""
     confirm()  # what fails from here on is the kernel's fault
     begin = time.perf_counter()
     rms = float("nan")
@@ -193,7 +190,7 @@ def outcome_of(difference: Callable[[], float]) -> tuple[bool, float, float, str
         reason = "" if rms < MAX_RMS else f"RMS {rms:.2e} is not below {MAX_RMS}"
     except (RuntimeError, ValueError) as error:
         reason = f"{type(error).__name__}: {str(error)[:500]}"
-    return not reason, rms, time.perf_counter() - begin, reason
+    return CheckResult(not reason, rms, time.perf_counter() - begin, reason)
 
 
 def check_and_warn(body: str, dtype: mx.Dtype, difference: Callable[[], float]) -> bool:
@@ -205,13 +202,13 @@ def check_and_warn(body: str, dtype: mx.Dtype, difference: Callable[[], float]) 
         difference: returns the kernel's difference from its reference.
     """
     with warn_when_compiling():
-        *_, reason = outcome_of(difference)
+        reason = outcome_of(difference).reason
     if reason:
         warnings.warn(f"mlx_paged: {body} ({dtype}) is off, using MLX's operations: {reason}", stacklevel=3)
     return not reason
 
 
-def checked(variant: Variant) -> SelfCheck:
+def checked(variant: Variant) -> CheckResult:
     """Return the result of :func:`self_check`, which runs once per variant and process. A failure warns and switches
     the variant off."""
     if variant not in _results:

@@ -10,9 +10,9 @@ Pools of quantised pages (``pages`` gives their form) are uint32 and have kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -173,8 +173,6 @@ class DecodeLaunch(NamedTuple):
     merge: Launch | None
     visible: tuple[mx.array, mx.array, mx.array]
     params: mx.array
-    kernel: Callable[..., list[mx.array]]  # the kernel that decode launches,
-    options: dict[str, Any]  # and its keyword arguments
     counters: int = 0  # number of counters that the kernel needs to merge partitions itself
     items: mx.array | None = None  # rows that read blocks together, if the kernel is for common blocks
 
@@ -275,15 +273,13 @@ def prepare_decode(
         n_items = 0 if own_items is None else len(own_items)
         n_partitions = count_partitions(seen, own)
         spec = spec_of(choice, own, batch, n_q_heads, q_len, n_partitions, n_items)
-        kernel, merge = build_kernel(choice.body, spec.decode_constants), None
-        filled = {} if init_value is None else {"init_value": init_value}
+        filled, merge = {} if init_value is None else {"init_value": init_value}, None
+        decode = prepared(build_kernel(choice.body, spec.decode_constants), {**spec.decode, **filled})
         if spec.merge:
             merge = prepared(build_kernel(spec.merge_body, spec.merge_constants), {**spec.merge, **filled})
         run_shift = spec.run.bit_length() - 1
         params = params_of(scale, softcap or 1.0, float(append), float(run_shift), float(n_partitions))
-        options = {**spec.decode, **filled}
-        decode = prepared(kernel, options)
-        return DecodeLaunch(decode, merge, visible, params, kernel, options, spec.counters, own_items)
+        return DecodeLaunch(decode, merge, visible, params, spec.counters, own_items)
     raise NoKernelError("; ".join(reasons) or "no decode kernel is available for this geometry")
 
 
@@ -313,23 +309,21 @@ def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: Pa
             reads.
         pages: form of a pool of quantised pages.
     """
-    heads = k_pool.shape[1]
+    body, constants, parts = "write_slots", _pool_constants(k_pool, v_pool), 1
     if pages is not None:
-        kernel = build_kernel(
-            "quantized_write", (*quantized.page_constants(pages, k_pool.shape[2]), ("S", slots.dtype))
-        )
-        return WriteLaunch(prepared(kernel, quantized.write_options(slots, heads, len(pages))), slots)
-    kernel = build_kernel("write_slots", (*_pool_constants(k_pool, v_pool), ("S", slots.dtype)))
-    return WriteLaunch(prepared(kernel, quantized.write_options(slots, heads)), slots)
-
-
-BlockIds = mx.array | Sequence[int]
-ThreeArrays = tuple[mx.array, mx.array, mx.array]
+        body, constants, parts = "quantized_write", quantized.page_constants(pages, k_pool.shape[2]), len(pages)
+    kernel = build_kernel(body, (*constants, ("S", slots.dtype)))
+    return WriteLaunch(prepared(kernel, quantized.write_options(slots, k_pool.shape[1], parts)), slots)
 
 
 def prepare_gather(
-    k_pool: mx.array, v_pool: mx.array, block_ids: BlockIds, start: int, length: int, pages: PageShape | None = None
-) -> Callable[[mx.array, mx.array, mx.array], ThreeArrays]:
+    k_pool: mx.array,
+    v_pool: mx.array,
+    block_ids: mx.array | Sequence[int],
+    start: int,
+    length: int,
+    pages: PageShape | None = None,
+) -> quantized.GatherLaunch:
     """Prepare a launch that copies positions ``start .. start + length - 1`` of one block table out of the pool.
 
     Args:
@@ -345,19 +339,14 @@ def prepare_gather(
     """
     ids = block_ids.astype(mx.int32) if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
     if pages is not None:
-        return lambda k_pool, v_pool, fence: quantized.gather(k_pool, v_pool, fence, ids, start, length, pages)
-    _, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool)
-    quantized.check_range(ids, block_size, start, length)
-    threads = _round_up(length * (max(head_dim, value_dim) // 4), 256)
-    options = {
-        "grid": (threads, n_kv_heads, 1),
-        "threadgroup": (256, 1, 1),
-        "output_shapes": [(1, n_kv_heads, length, head_dim), (1, n_kv_heads, length, value_dim), (1,)],
-        "output_dtypes": [k_pool.dtype, k_pool.dtype, mx.uint32],
-    }
-    launch = prepared(build_kernel("gather_blocks", _pool_constants(k_pool, v_pool)), options)
-    span = mx.array([start, length], mx.int32)
-    return lambda k_pool, v_pool, fence: tuple(launch([k_pool, v_pool, fence, ids, span]))  # type: ignore[return-value]
+        constants, outputs = (
+            quantized.page_constants(pages, k_pool.shape[2]),
+            [(form.dim, pages.dtype) for form in pages],
+        )
+        return quantized.gather_launch("quantized_gather", constants, k_pool, ids, start, length, outputs, 4, 2)
+    outputs = [(pool.shape[3], pool.dtype) for pool in (k_pool, v_pool)]
+    constants = _pool_constants(k_pool, v_pool)
+    return quantized.gather_launch("gather_blocks", constants, k_pool, ids, start, length, outputs, 4, 1)
 
 
 def copy_blocks(

@@ -7,14 +7,14 @@ tensor cores; on Metal, prompts take MLX's attention (docs/adr/0063).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from . import ops
-from .build import Constants, NoKernelError, backend, build_kernel
+from .build import Constants, Launch, NoKernelError, backend, build_kernel, prepared
 from .launch_shape import MAX_TENSOR_HEAD_DIM, Variant, unsupported
 from .limits import cuda_limits
 from .quantized import PageShape
@@ -183,8 +183,7 @@ def _check_pack(tables: mx.array, counts: Sequence[int], lengths: Sequence[int],
 class PrefillLaunch(NamedTuple):
     """The launch of one step's attention, prepared once and called for each layer."""
 
-    kernel: Callable[..., list[mx.array]]
-    options: dict[str, Any]
+    launch: Launch
     tables: mx.array
     tiles: mx.array
     params: mx.array
@@ -203,9 +202,7 @@ class PrefillLaunch(NamedTuple):
             ``[T, n_q_heads, 1, value_dim]``, and the next fence. A token's bits depend on no other sequence.
         """
         logits = self.params if sinks is None else sinks.astype(mx.float32)
-        out, fence = self.kernel(
-            inputs=[q, k_pool, v_pool, fence, self.tables, self.tiles, self.params, logits], **self.options
-        )
+        out, fence = self.launch([q, k_pool, v_pool, fence, self.tables, self.tiles, self.params, logits])
         return out, fence
 
 
@@ -268,4 +265,5 @@ def prepare_prefill(
         "output_dtypes": [dtype, mx.uint32],
     }
     params = mx.array([scale, softcap or 1.0, seen, stride if seen == window else 1], mx.float32)
-    return PrefillLaunch(build_kernel(variant.body, constants), options, tables, mx.array(tiles, mx.int32), params)
+    launch = prepared(build_kernel(variant.body, constants), options)
+    return PrefillLaunch(launch, tables, mx.array(tiles, mx.int32), params)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .build import Constants, build_kernel
+from .build import Constants, build_kernel, prepared
 
 
 def rotate(x: mx.array) -> mx.array:
@@ -218,12 +219,6 @@ def write_rows(
     return kernel(inputs=[k_pool, v_pool, fence, k, v, slots], **write_options(slots, heads, _PARTS))[0]
 
 
-def check_range(ids: mx.array, block_size: int, start: int, length: int) -> None:
-    """Raise ValueError if positions ``start .. start + length - 1`` are an empty range or exceed the block table."""
-    if start < 0 or length < 1 or start + length > ids.size * block_size:
-        raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
-
-
 def gather_rows(
     k_pool: mx.array, v_pool: mx.array, fence: mx.array, ids: mx.array, start: int, length: int, pages: PageShape
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -236,43 +231,46 @@ def gather_rows(
     Raises:
         ValueError: the range is empty or exceeds the table.
     """
-    constants = row_constants(pages, k_pool.shape[2])
-    items = max(pages.k.num_words, pages.v.num_words)
     outputs = [(form.num_words, mx.uint32) for form in pages]
-    return _gather("gather_rows", constants, items, outputs, k_pool, v_pool, fence, ids, start, length)
+    constants = row_constants(pages, k_pool.shape[2])
+    launch = gather_launch("gather_rows", constants, k_pool, ids, start, length, outputs, 1, _PARTS)
+    return launch(k_pool, v_pool, fence)
 
 
-def gather(
-    k_pool: mx.array, v_pool: mx.array, fence: mx.array, ids: mx.array, start: int, length: int, pages: PageShape
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the dequantised rows of :func:`gather_rows`: keys ``[1, n_kv_heads, length, dim]``, values; and the next
-    fence."""
-    constants = page_constants(pages, k_pool.shape[2])
-    outputs = [(form.dim, pages.dtype) for form in pages]
-    items = max(pages.k.dim, pages.v.dim) // 4
-    return _gather("quantized_gather", constants, items, outputs, k_pool, v_pool, fence, ids, start, length)
+# Takes pools of keys and of values, and their fence. Returns keys, values, and the next fence.
+GatherLaunch = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array, mx.array]]
 
 
-def _gather(
+def gather_launch(
     body: str,
     constants: Constants,
-    items: int,
-    outputs: list[tuple[int, mx.Dtype]],
     k_pool: mx.array,
-    v_pool: mx.array,
-    fence: mx.array,
     ids: mx.array,
     start: int,
     length: int,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Check the range and launch a gather, with ``items`` threads for each token and head."""
+    outputs: list[tuple[int, mx.Dtype]],
+    elements: int,
+    parts: int,
+) -> GatherLaunch:
+    """Prepare a launch of a gather over pools of this geometry.
+
+    Args:
+        outputs: elements of a token and head, and their dtype, of keys and of values.
+        elements: how many of them a thread copies.
+        parts: 2 if keys and values have threads of their own.
+
+    Raises:
+        ValueError: the range is empty or exceeds the table.
+    """
     _, heads, block_size, _ = k_pool.shape
-    check_range(ids, block_size, start, length)
-    k, v, fence = build_kernel(body, constants)(
-        inputs=[k_pool, v_pool, fence, ids, mx.array([start, length], mx.int32)],
-        grid=(-(-length * items // 256) * 256, heads, _PARTS),
-        threadgroup=(256, 1, 1),
-        output_shapes=[*((1, heads, length, size) for size, _ in outputs), (1,)],
-        output_dtypes=[*(dtype for _, dtype in outputs), mx.uint32],
-    )
-    return k, v, fence
+    if start < 0 or length < 1 or start + length > ids.size * block_size:
+        raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
+    threads = length * (max(size for size, _ in outputs) // elements)
+    options = {
+        "grid": (-(-threads // 256) * 256, heads, parts),
+        "threadgroup": (256, 1, 1),
+        "output_shapes": [*((1, heads, length, size) for size, _ in outputs), (1,)],
+        "output_dtypes": [*(dtype for _, dtype in outputs), mx.uint32],
+    }
+    launch, span = prepared(build_kernel(body, constants), options), mx.array([start, length], mx.int32)
+    return lambda k_pool, v_pool, fence: tuple(launch([k_pool, v_pool, fence, ids, span]))  # type: ignore[return-value]

@@ -83,8 +83,7 @@ class Partitions(NamedTuple):
         doublings, most = np.zeros_like(ends), shape.span * shape.partition
         while (longer := ends - begins > most << 2 * doublings).any():
             doublings += longer
-        first = max(shape.first, shape.partition)
-        sizes = np.where(ends - origins <= shape.first, first, shape.partition << doublings)
+        sizes = shape.partition << doublings
         return cls(begins, ends, sizes, origins, np.maximum(-(-(ends - origins) // sizes), 1))
 
     @property

@@ -17,7 +17,7 @@ from mlx_paged.cli.doctor.kernels import Row, rows
 from mlx_paged.cli.doctor.shapes import POPULAR, Shape, all_shapes, popular_shapes
 from mlx_paged.cuda import narrow_matmul
 from mlx_paged.errors import ConfigError
-from mlx_paged.kernels.check import SelfCheck
+from mlx_paged.kernels.check import CheckResult
 from mlx_paged.kernels.launch_shape import DTYPES, HEAD_DIMS, Variant
 from scripts import demo_model
 from tests.support.processes import commands
@@ -103,9 +103,9 @@ def test_a_failing_kernel_is_named_and_fails_the_run(
 ) -> None:
     faults = {80: (float("nan"), "RuntimeError: does not compile"), 96: (0.25, "RMS 2.5e-01 is not below 0.005")}
 
-    def check(variant: Variant) -> SelfCheck:
+    def check(variant: Variant) -> CheckResult:
         rms, reason = faults.get(variant.head_dim, (1e-4, ""))
-        return SelfCheck(variant, not reason, rms, 0.5, reason)
+        return CheckResult(not reason, rms, 0.5, reason)
 
     def variants(dtype: mx.Dtype, dim: int, value_dim: int, heads: int, kv: int, block: int, *extras: bool) -> tuple:
         return (Variant("paged_decode", "metal", dtype, dim, value_dim, heads // kv, block, *extras),)
@@ -126,16 +126,16 @@ def test_other_kernels_are_checked_if_the_first_fails(on_gpu: None, monkeypatch:
     broken: set[Variant] = set()
     monkeypatch.setattr(doctor_kernels, "popular_shapes", lambda block_size: [Shape(mx.bfloat16, 64, 4, 32)])
     monkeypatch.setattr(doctor_kernels, "variants_of", lambda *shape: both)
-    monkeypatch.setattr(doctor_kernels, "self_check", lambda v: SelfCheck(v, v not in broken, 0.0, 0.1, ""))
+    monkeypatch.setattr(doctor_kernels, "self_check", lambda v: CheckResult(v not in broken, 0.0, 0.1, ""))
     assert [row.body for row in rows(32, PagedConfig())] == ["paged_decode_tensor"]
     broken.add(both[0])
     assert [row.body for row in rows(32, PagedConfig())] == ["paged_decode_tensor", "paged_decode"]
 
 
 def test_prompts_and_products_have_rows_on_cuda(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check_product(*kernel: Any) -> narrow_matmul.TileCheck:
+    def check_product(*kernel: Any) -> CheckResult:
         ok = kernel[1:4] != (mx.bfloat16, narrow_matmul.LARGE, 8)
-        return narrow_matmul.TileCheck(*kernel[:4], ok, 1e-3, 1.0, "" if ok else "RMS is 0.5")
+        return CheckResult(ok, 1e-3, 1.0, "" if ok else "RMS is 0.5")
 
     prefill = Variant("paged_prefill", "cuda", mx.bfloat16, 64, 64, 4, 32)
     monkeypatch.setattr(doctor_kernels, "popular_shapes", lambda block_size: [Shape(mx.bfloat16, 64, 4, 32)])
@@ -143,7 +143,7 @@ def test_prompts_and_products_have_rows_on_cuda(on_gpu: None, monkeypatch: pytes
     monkeypatch.setattr(doctor_kernels, "prefill_variants_of", lambda *shape: (prefill,))
     monkeypatch.setattr(doctor_kernels, "prefill_seconds", lambda variant: 1e-5)
     monkeypatch.setattr(doctor_kernels, "variants_of", lambda *shape: ())
-    monkeypatch.setattr(doctor_kernels, "self_check", lambda v: SelfCheck(v, True, 0.0, 0.1, ""))
+    monkeypatch.setattr(doctor_kernels, "self_check", lambda v: CheckResult(True, 0.0, 0.1, ""))
     monkeypatch.setattr(doctor_kernels, "backend", lambda: "cuda")
     monkeypatch.setattr(narrow_matmul, "self_check", check_product)
     monkeypatch.setattr(products, "product_seconds", lambda *kernel: 1e-5)

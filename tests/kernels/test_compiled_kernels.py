@@ -201,7 +201,7 @@ def test_all_texts_of_a_variant_start_compiling_before_the_check(mlx: FakeMLX, m
     cubins = Cubins(compiler, "sm_90", None)
     monkeypatch.setattr(compiled, "cubins", lambda: cubins)
     begun: list[int] = []
-    passes = check.SelfCheck(TENSOR, True, 0.0, 0.0, "")
+    passes = check.CheckResult(True, 0.0, 0.0, "")
     monkeypatch.setattr(check, "self_check", lambda variant: begun.append(len(cubins._futures)) or passes)
     monkeypatch.setattr(check, "_results", {})
     assert check.checked(TENSOR).ok and begun == [6]

@@ -29,7 +29,7 @@ from mlx_paged.cuda.narrow_matmul import (
     self_check,
 )
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels.check import MAX_RMS
+from mlx_paged.kernels.check import MAX_RMS, CheckResult
 
 
 @pytest.fixture(autouse=True)
@@ -138,9 +138,7 @@ def test_tile_for_more_rows_is_compiled_ahead_with_that_for_few(monkeypatch: pyt
     begun: list[object] = []
     monkeypatch.setattr(narrow_matmul, "is_available", lambda: True)
     monkeypatch.setattr(narrow_matmul, "compile_ahead", lambda kernels: begun.extend(kernels))
-    monkeypatch.setattr(
-        narrow_matmul, "self_check", lambda *choice: narrow_matmul.TileCheck(*choice[:4], True, 0.0, 0.0, "")
-    )
+    monkeypatch.setattr(narrow_matmul, "self_check", lambda *choice: CheckResult(True, 0.0, 0.0, ""))
     # Queries and keys of a decode step have four dimensions.
     for num_dims in (3, 4):
         begun.clear()

@@ -163,9 +163,3 @@ def test_kernel_needs_its_shared_memory(monkeypatch):
     assert kernels.shared_variant_of(variant) is not None
     monkeypatch.setattr(kernels, "cuda_limits", lambda: CudaLimits(40, 65_536, 66_560))
     assert kernels.shared_variant_of(variant) is None
-
-
-@pytest.mark.parametrize(("first", "sizes"), [(0, [128, 128, 128, 128, 256]), (256, [256, 256, 256, 128, 256])])
-def test_short_rows_have_one_partition_on_metal(first, sizes):
-    shape = SHAPE._replace(first=first)
-    assert seen_of([0, 128, 256, 257, 2049], shape).sizes.tolist() == sizes

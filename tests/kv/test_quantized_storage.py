@@ -14,7 +14,7 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import ConfigError, GeometryError
 from mlx_paged.kernels import availability
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.check import SelfCheck
+from mlx_paged.kernels.check import CheckResult
 from mlx_paged.kernels.quantized import rotate
 from mlx_paged.kv import choice
 from mlx_paged.kv.allocator import NULL_BLOCK
@@ -337,9 +337,9 @@ def test_quantised_decode_kernel_is_checked_before_it_is_chosen(monkeypatch: pyt
     geometry = Geometry(HEADS, DIM, DIM, mx.bfloat16, PageFormat(8, 4, 32))
     checked = []
 
-    def check(variant: kernels.Variant) -> SelfCheck:
+    def check(variant: kernels.Variant) -> CheckResult:
         checked.append(variant)
-        return SelfCheck(variant, len(checked) > 1, 0.0, 0.1, "it does not compile")
+        return CheckResult(len(checked) > 1, 0.0, 0.1, "it does not compile")
 
     monkeypatch.setattr(availability, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(availability, "prepares_plans", lambda: True)

@@ -13,7 +13,7 @@ import pytest
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import quantized as page_kernels
 from mlx_paged.kernels.bodies import BODIES
-from mlx_paged.kernels.check import SelfCheck, self_check
+from mlx_paged.kernels.check import CheckResult, self_check
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, LaunchShape, Variant
 from mlx_paged.kernels.quantized import QuantizedRows
 from tests.msl.test_windows import CORES
@@ -48,7 +48,7 @@ def gpu(cores: int, edit: Any = None) -> Iterator[Emulated]:
         yield fake
 
 
-def outcome(variant: Variant, cores: int, edit: Any = None) -> SelfCheck:
+def outcome(variant: Variant, cores: int, edit: Any = None) -> CheckResult:
     with gpu(cores, edit):
         return self_check(variant)
 
@@ -162,7 +162,7 @@ STORING = ("write_slots", "quantized_write", "write_rows", "copy_blocks")
 Seen = tuple[str, Any, bool]
 
 
-def texts_of_check(variant: Variant, broken: Seen | None = None) -> tuple[SelfCheck, list[Seen]]:
+def texts_of_check(variant: Variant, broken: Seen | None = None) -> tuple[CheckResult, list[Seen]]:
     """Return the self-check and the texts that it launches: body, SINGLE, and whether inputs have fewer than 8
     elements. The text ``broken`` stores nothing, or its results are wrong by 1."""
     seen: list[Seen] = []

@@ -17,7 +17,7 @@ from ...config import PagedConfig
 from ...errors import PagedCacheError
 from ...kernels.availability import device_unsupported_reason
 from ...kernels.build import backend
-from ...kernels.check import MAX_RMS, self_check
+from ...kernels.check import MAX_RMS, CheckResult, self_check
 from ...kernels.ops import variants_of
 from ...kernels.prefill import prefill_variants_of, unsupported_prefill
 from ...kv.attention_params import AttentionParams, QueryHeads
@@ -108,7 +108,13 @@ def _rows_of_shape(shape: Shape, config: PagedConfig) -> Iterator[Row]:
 
 
 def _checked(
-    passed: bool, shape: str, body: str, check: Any, use: str, launch: Callable[[], float], dense: float | None = None
+    passed: bool,
+    shape: str,
+    body: str,
+    check: CheckResult,
+    use: str,
+    launch: Callable[[], float],
+    dense: float | None = None,
 ) -> Row:
     """Return the row of a self-check; a kernel that failed it has nothing to time."""
     if not check.ok:

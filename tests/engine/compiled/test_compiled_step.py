@@ -22,7 +22,7 @@ from mlx_paged.engine import compiled_step
 from mlx_paged.engine.compiled_step import compiled_steps, rows_of
 from mlx_paged.errors import BlockStateError, PoolExhaustedError
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.check import SelfCheck
+from mlx_paged.kernels.check import CheckResult
 from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
 from mlx_paged.kernels.shared_runs import SharedCut
 from mlx_paged.kv import device_blocks
@@ -361,9 +361,9 @@ def test_compiled_step_shares_common_blocks(kind: str, monkeypatch: pytest.Monke
     for used, is_good in ((None, True), (cut, False), (cut, True)):
         asked: list[Variant] = []
 
-        def checked(variant: Variant, asked: list[Variant] = asked, is_good: bool = is_good) -> SelfCheck:
+        def checked(variant: Variant, asked: list[Variant] = asked, is_good: bool = is_good) -> CheckResult:
             asked.append(variant)
-            return SelfCheck(variant, is_good, 0.0, 0.0, "")
+            return CheckResult(is_good, 0.0, 0.0, "")
 
         monkeypatch.setattr(device_blocks, "shared_cut_of", lambda *_, used=used: used)
         monkeypatch.setattr(device_blocks, "checked", checked)

@@ -20,6 +20,7 @@ from mlx_paged.cuda.narrow_layers import gated
 from mlx_paged.cuda.narrow_matmul import BIASED, GATED, GROUPED, PLAIN
 from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import nvidia
+from mlx_paged.kernels.check import CheckResult
 from mlx_paged.kernels.nvidia import narrow_layers, projected
 from mlx_paged.patches import registry
 from tests.support.cases import slow
@@ -45,7 +46,7 @@ def products(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tup
 
     check = narrow_matmul.self_check
 
-    def uncounted(*kernel: Any) -> narrow_matmul.TileCheck:
+    def uncounted(*kernel: Any) -> CheckResult:
         with mock.patch.object(narrow_matmul, "launch", launch):
             return check(*kernel)
 
