@@ -34,10 +34,11 @@ def assert_answered(engine: ToyEngine, uid: int, prompt: list[int], num_tokens: 
     assert engine.progress[uid] == sorted(set(engine.progress[uid])), "progress is reported once per step"
 
 
-def drop_responses(engine: ToyEngine) -> None:
-    """Drop the responses; the last one of a request holds its cache."""
+def assert_released(engine: ToyEngine) -> None:
+    """Drop the responses, of which the last one of a request holds its cache; then no blocks are held."""
     engine.responses.clear()
     engine.pool.check_integrity()
+    assert engine.pool.stats().live_blocks == 0
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8])
@@ -51,8 +52,7 @@ def test_requests_get_their_solo_answers_in_a_batch_of_limited_size(most: int) -
         assert_answered(engine, uid, prompt, 6 + i)
     assert max(engine.model.call_sizes) in (most, len(LENGTHS)), "they decode together"
     assert not engine.failures and not engine.step()
-    drop_responses(engine)
-    assert pool.stats().live_blocks == 0
+    assert_released(engine)
 
 
 def test_stop_ends_a_request_with_the_stop_token() -> None:
@@ -80,8 +80,7 @@ def test_full_pool_preempts_the_youngest_and_repeats_no_token() -> None:
         assert_answered(engine, uid, prompt, 20)
     assert pool.stats().preemptions == engine.engine.scheduler.preemptions > 0
     assert not engine.failures
-    drop_responses(engine)
-    assert pool.stats().live_blocks == 0
+    assert_released(engine)
 
 
 def test_each_row_has_its_own_sampler_and_processors() -> None:
@@ -206,8 +205,7 @@ def test_removed_request_holds_no_blocks_and_sends_no_response(num_steps: int) -
     engine.run()
     assert len(engine.responses[gone]) == said
     assert_answered(engine, stays, prompt_of(6, seed=1), 12)
-    drop_responses(engine)
-    assert pool.stats().live_blocks == 0
+    assert_released(engine)
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -296,8 +294,7 @@ def test_failed_request_is_reported_once_and_the_others_continue(options: dict[s
     assert engine.tokens(bad) == answer(prompt_of(12, seed=1), 10)[: len(engine.tokens(bad))]
     assert_answered(engine, before, prompt_of(9), 10)
     assert_answered(engine, later, prompt_of(14, seed=2), 10)
-    drop_responses(engine)
-    assert pool.stats().live_blocks == 0
+    assert_released(engine)
 
 
 @pytest.mark.parametrize("where", ["prompt", "answer"])

@@ -14,11 +14,15 @@ from tests.support.prefixes import add, check_contents, compute, found, hold, ma
 
 def test_whole_blocks_are_found_and_the_last_token_is_left_to_compute() -> None:
     cache, _pool = make_tree((None,))
-    add(cache, range(10))
-    assert [found(cache, range(n)) for n in (3, 4, 5, 8, 10, 12)] == [0, 4, 4, 8, 8, 8]
-    assert cache.match(range(8)).length == 4
-    assert cache.match([*range(6), 99, 98]).length == 4
-    assert cache.match([99, *range(8)]).length == 0 and cache.match([]).length == 0
+    add(cache, range(10), "a")
+    assert [found(cache, range(n), "a") for n in (3, 4, 5, 8, 10, 12)] == [0, 4, 4, 8, 8, 8]
+    assert [cache.match(tokens, "a").length for tokens in (range(8), [*range(6), 99, 98], [99, *range(8)], [])] == [
+        4,
+        4,
+        0,
+        0,
+    ]
+    assert [found(cache, range(10), salt) for salt in ("a", "b", None, 1)] == [8, 0, 0, 0]
 
 
 def test_equal_beginnings_are_stored_once() -> None:
@@ -28,12 +32,6 @@ def test_equal_beginnings_are_stored_once() -> None:
     assert len(cache.entries) == pool.stats().live_blocks == 2 + 3 * 2 and cache.num_leaves == 3
     add(cache, range(8))
     assert len(cache.entries) == 8 and cache.nbytes == pool.stats().bytes_in_use
-
-
-def test_salts_do_not_share_prefixes() -> None:
-    cache, _pool = make_tree((None,))
-    add(cache, range(9), "a")
-    assert [found(cache, range(9), salt) for salt in ("a", "b", None, 1)] == [8, 0, 0, 0]
 
 
 def test_tokens_are_compared_on_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,6 @@ def play(name: str, folder: Path) -> None:
     gen.insert([prompt(9, 1), prompt(5, 2)], [10**6] * 2)
     is_one = world.group.rank() == 1
     for index in itertools.count():
-        if index == 20:
-            Path(folder, f"{world.group.rank()}.running").touch()
         if index == 30 and is_one and name in FAULTS:
             FAULTS[name](world, gen)
         world.step(gen)
