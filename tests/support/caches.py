@@ -15,16 +15,9 @@ from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from tests.support.pools import bits, noise
 
 HEADS, KD, VD = 2, 8, 4
-
-
-def bits(x: mx.array) -> np.ndarray:
-    return np.array(mx.contiguous(x).view({2: mx.uint16, 4: mx.uint32}[x.dtype.size]))
-
-
-def noise(seed: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(dtype)
 
 
 def kv(seed: int, n: int, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
