@@ -89,6 +89,8 @@ def test_attention_that_reads_the_caches_keys_gets_mlx_lms_cache() -> None:
     got, messages = fall_throughs(lambda: greedy(model, prompt_of(20), 10)[0])
     assert got == expected
     assert len(messages) == 1 and "uses internals of its cache (keys)" in messages[0]
+    batched, messages = fall_throughs(lambda: answers(generator(model), [prompt_of(20).tolist()] * 2, [10] * 2))
+    assert batched == [expected] * 2 and "one by one" in messages[0]
     assert mlx_paged.pool_of(model) is None
 
 
