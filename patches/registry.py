@@ -186,7 +186,7 @@ def check_known(target: str) -> None:
 
 def remove_patches() -> None:
     """Restore every upstream symbol to its original object. Existing caches keep working with mlx-lm's code that uses
-    them through ``update_and_fetch``.
+    them through ``update_and_fetch``, except those of models with an indexer.
 
     Example:
         >>> apply_patches()

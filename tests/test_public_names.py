@@ -10,7 +10,6 @@ import pytest
 from mlx_lm import load
 
 import mlx_paged
-from mlx_paged import PagedConfig
 from tests.support.models.builders import build
 from tests.support.processes.small_model import save_model
 

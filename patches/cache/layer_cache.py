@@ -211,21 +211,3 @@ class SeamLayerCache(PagedLayerCache):
             return super().update_and_fetch(keys, values)
         fetched: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)  # self is mlx-lm's own cache now
         return fetched
-
-
-class IndexedLayerCache(SeamLayerCache):
-    """Cache of a layer of a model with an indexer: latents, or index keys, whose halves are stored as a page's keys and
-    values. The adapter of such a model splits them; mlx-lm's own code does not, and uses this cache as soon as the
-    patches are removed."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Like :meth:`SeamLayerCache.update_and_fetch`. Takes whole index keys, too, if they are given twice, as
-        mlx-lm's indexer does, and returns them so."""
-        if not self.split_keys or values is not keys or keys.shape[0] > 1:
-            return super().update_and_fetch(keys, values)
-        halves = mx.split(keys, 2, axis=-1)
-        fetched = mx.concatenate(list(super().update_and_fetch(*halves)), axis=-1)
-        return fetched, fetched
-
-    # mlx-lm's code replaces these arrays by others that depend on them; here nothing is kept in them.
-    keys = values = property(lambda self: mx.zeros(0), lambda self, array: None)

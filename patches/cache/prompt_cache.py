@@ -19,7 +19,7 @@ from ...kv.pool import BlockPool
 from ...warn import warn_once
 from ..models.model_calls import guard
 from ..patch import replaces
-from .layer_cache import IndexedLayerCache, PagedLayerCache, SeamLayerCache
+from .layer_cache import PagedLayerCache, SeamLayerCache
 from .layout import PagedLayout, can_be_paged, layout_for, name_of, window_of
 from .pools import pool_for, probe_geometry
 
@@ -62,8 +62,6 @@ class CacheFactory:
         parts = leaves(caches)
         sequence = SequenceTables(self.pool)
         kind = PagedLayerCache if self._layout.adapted else SeamLayerCache
-        if any(group.split_keys for group in self._layout.groups):
-            kind = IndexedLayerCache
         for layer in self._layout.layers:
             parts[layer] = kind(sequence, layer)
         return with_leaves(caches, parts)

@@ -18,7 +18,8 @@ from tests.support.models import llama4
 from tests.support.models.builders import KINDS, any_model, assert_same, greedy, prompt_of, small_prompt, tolerance_of
 
 Runs = list[tuple[list[int], np.ndarray]]
-MODELS = ("llama", "gemma3", "qwen2", "deepseek_v32", "glm_moe_dsa")  # adapters, the seam, index keys
+MODELS = ("llama", "gemma3", "qwen2")  # adapters, the seam
+INDEXED = ("deepseek_v32", "glm_moe_dsa")  # their caches need the patches
 LENGTH = 45
 
 
@@ -76,10 +77,10 @@ WAYS: tuple[Callable[[str, Any], Runs], ...] = (forked, trimmed, without_the_pat
 @pytest.mark.parametrize(
     ("name", "way"),
     quick(
-        crossed(MODELS, WAYS),
+        [*crossed(MODELS, WAYS), *crossed(INDEXED, WAYS[:2])],
         *(("gemma3", forked), ("llama", trimmed), ("qwen2", without_the_patches), ("gemma3", without_the_patches)),
-        *(("deepseek_v32", way) for way in (forked, trimmed, without_the_patches)),
-        ("glm_moe_dsa", begun_without_the_patches),
+        *(("deepseek_v32", way) for way in (forked, trimmed)),
+        ("qwen2", begun_without_the_patches),
     ),
 )
 def test_prompt_caches_continue_as_in_stock(name: str, way: Callable[[str, Any], Runs]) -> None:
@@ -102,9 +103,10 @@ def test_several_rows_in_one_cache_run_as_in_stock(name: str, removed: bool) -> 
     """The caches become mlx-lm's, with one warning."""
     model = model_of(name)
     rows = mx.stack([prompt(name, 50, seed) for seed in (1, 2)])
+    parts = [rows] if name == "llama4" else [rows[:, :30], rows[:, 30:]]  # stock's second call varies with chunks
 
     def run(cache: list[Any]) -> mx.array:
-        return mx.concatenate([model(rows[:, :30], cache=cache), model(rows[:, 30:], cache=cache)], axis=1)
+        return mx.concatenate([model(part, cache=cache) for part in parts], axis=1)
 
     expected = run(upstream.make_prompt_cache(model))
     mlx_paged.apply_patches(PagedConfig(block_size=8))

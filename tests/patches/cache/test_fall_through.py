@@ -14,12 +14,20 @@ from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from scripts.support import model_configs
 from tests.fuzz.cases import HYBRIDS
-from tests.support.cases import slow
+from tests.support.cases import quick
 from tests.support.models.batch_runs import answers, fall_throughs, generator
 from tests.support.models.builders import COMMON, assert_same, build, greedy, prompt_of
 
-# Hybrids with the same kinds of layers as another one in HYBRIDS; run only with the slow tests.
-TWINS = ("bailing_moe_linear", "bailing_moe_v3", "kimi_k3", "lfm2_moe", "qwen3_5_moe")
+KINDS_OF_STATES = (
+    "baichuan_m1",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "longcat_flash_ngram",
+    "mamba2",
+    "qwen3_next",
+    "rwkv7",
+)
 
 
 def test_late_quantized_kv_start_uses_mlx_lms_cache() -> None:
@@ -34,7 +42,7 @@ def test_late_quantized_kv_start_uses_mlx_lms_cache() -> None:
 
 
 @pytest.mark.usefixtures("unfused")
-@pytest.mark.parametrize("name", [each if each not in TWINS else slow(each)[0] for each in HYBRIDS])
+@pytest.mark.parametrize("name", quick(HYBRIDS, *KINDS_OF_STATES))
 def test_states_are_served_without_a_warning(name: str) -> None:
     """Cover single runs, batches, and checkpoints, which count in the pool's budget."""
     model = model_configs.build(name)
@@ -81,6 +89,8 @@ def test_attention_that_reads_the_caches_keys_gets_mlx_lms_cache() -> None:
     got, messages = fall_throughs(lambda: greedy(model, prompt_of(20), 10)[0])
     assert got == expected
     assert len(messages) == 1 and "uses internals of its cache (keys)" in messages[0]
+    batched, messages = fall_throughs(lambda: answers(generator(model), [prompt_of(20).tolist()] * 2, [10] * 2))
+    assert batched == [expected] * 2 and "one by one" in messages[0]
     assert mlx_paged.pool_of(model) is None
 
 

@@ -15,7 +15,6 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kv.budget import PoolBudget
-from mlx_paged.kv.group import Group
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches import registry
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
@@ -191,16 +190,9 @@ def random_history(kind: str, seed: int, *, in_place: bool, tmp_path: Any) -> in
         return stats.evictions + stats.preemptions
 
 
-# For each kind and storage a history with a prefix cache, for one storage also on disk (4), and one without.
-@pytest.mark.parametrize(
-    ("kind", "in_place", "seeds"), [("gemma3", False, (4,)),
-    *slow(("gemma3", False, (6, 10)), ("gemma3", True, (1, 2)), ("llama-sliding", False, (1, 6)),
-    ("llama-sliding", True, (4, 2)))]
-)  # fmt: skip
-def test_random_histories_run_and_equal_solo_runs(
-    kind: str, in_place: bool, seeds: tuple[int, ...], tmp_path: Any
-) -> None:
-    assert sum(random_history(kind, seed, in_place=in_place, tmp_path=tmp_path) for seed in seeds) > 0
+def test_a_random_history_runs_and_equals_solo_runs(tmp_path: Any) -> None:
+    """With a prefix cache, also on disk."""
+    assert random_history("gemma3", 4, in_place=False, tmp_path=tmp_path) > 0
 
 
 @pytest.mark.slow
@@ -232,21 +224,14 @@ def test_memory_is_back_when_the_last_request_has_gone(end: str) -> None:
 
 def test_a_pool_grows_once_for_the_prompts_that_run_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each size of a GPU's pool needs compiled steps of its own."""
-    sizes: list[int] = []
-    grow = Group.grow
-
-    def note(group: Group, num_blocks: int) -> None:
-        sizes.append(num_blocks)
-        grow(group, num_blocks)
-
-    monkeypatch.setattr(Group, "grow", note)
     monkeypatch.setattr("mlx_paged.kv.group.IN_PLACE_FIRST_BYTES", 0)
     model = build("llama", head_dim=64)
     with fake_kernels():
         mlx_paged.apply_patches(PagedConfig(block_size=SIZE, kernel="on", kv_cache_memory=64 << 20))
         gen = PagedBatchGenerator(model, completion_batch_size=8, prefill_batch_size=2, prefill_step_size=64)
         gen.insert([prompt_of(20 + 17 * index, seed=index).tolist() for index in range(8)], [4] * 8)
+        pool, sizes = mlx_paged.pool_of(model), set()
         while any(gen.next()):
-            pass
+            sizes.add(pool.stats().bytes_reserved)
         gen.close()
-    assert len(sizes) == 1
+    assert len(sizes - {0}) == 1

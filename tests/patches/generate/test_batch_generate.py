@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
@@ -61,6 +61,13 @@ def run_batch(kind: str, specs: list[Spec], config: PagedConfig | None = None, *
     for uid, spec in zip(uids, specs, strict=True):
         check(kind, spec, outcomes[uid])
     return gen
+
+
+def filled(model: Any, tokens: list[int]) -> list[Any]:
+    caches = mlx_lm_cache.make_prompt_cache(model)
+    model(mx.array(tokens)[None], cache=caches)
+    mx.eval([cache.state for cache in caches])
+    return caches
 
 
 @pytest.mark.usefixtures("no_fall_through")
@@ -319,15 +326,10 @@ def test_chunks_end_at_segments_and_caches_can_be_extracted_there() -> None:
 def test_given_caches_are_continued_from_their_end(kind: str, paged: bool) -> None:
     model, spec = model_of(kind), Spec(70, 10)
     make_solos(kind, [spec])
-    stock = make_prompt_cache(model)
+    cache = filled(model, spec.prompt[:53])
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    cache = mlx_lm_generate.make_prompt_cache(model) if paged else stock
     if paged:
-        model(prompt_of(70)[None, :53], cache=cache)
-    else:
-        mlx_paged.remove_patches()
-        model(prompt_of(70)[None, :53], cache=cache)
-        mlx_paged.apply_patches(PagedConfig(block_size=8))
+        cache = filled(model, spec.prompt[:53])
     given = [spec.prompt[53:], spec.prompt]
     assert answers(generator(model), given, [10, 10], caches=[cache, None]) == [solo(kind, spec)[0]] * 2
     assert cache[0].offset == 53
@@ -454,13 +456,6 @@ CONFIG = PagedConfig(block_size=16, kv_cache_memory=16 << 20)
 
 def stock(model: Any, tokens: list[int], num_tokens: int) -> list[int]:
     return greedy(model, mx.array(tokens), num_tokens)[0]
-
-
-def filled(model: Any, tokens: list[int]) -> list[Any]:
-    caches = mlx_lm_cache.make_prompt_cache(model)
-    model(mx.array(tokens)[None], cache=caches)
-    mx.eval([cache.state for cache in caches])
-    return caches
 
 
 @pytest.mark.parametrize("preempts", [False, True])

@@ -1,6 +1,5 @@
 """Sampling in batches: recognised samplers, seeds, and what a step computes, fetches and keeps."""
 
-import copy
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,14 +9,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm import sample_utils
-from mlx_lm.models import llama
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.errors import ConfigError, RequestFailedError
+from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches.registry import fingerprint
 from mlx_paged.patches.samplers import KNOWN, known_processors, known_sampler
 from tests.support.models import batch_runs
@@ -229,26 +227,3 @@ def test_kept_responses_hold_only_their_own_rows() -> None:
     while gen.next_generated():
         pass
     assert all(response._logprobs._step._values.shape == (1, vocab) for response in kept)
-
-
-class PeekingAttention(llama.Attention):
-    """Attention that reads arrays that paged caches lack, so that batches of the model are mlx-lm's own."""
-
-    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        assert cache is None or cache.keys is None or cache.values is not None
-        return super().__call__(x, mask, cache)
-
-
-def test_batches_of_mlx_lm_are_sampled_by_the_given_options() -> None:
-    model = copy.deepcopy(model_of("llama"))
-    for layer in model.layers:
-        layer.self_attn.__class__ = PeekingAttention
-    chosen = [SamplingParams(), SamplingParams(logit_bias={7: 100.0}), SamplingParams(repetition_penalty=1.5)]
-    gen, prompts = generator(model), prompts_of(3)
-    got = answers(gen, prompts, options=[RequestOptions(sampling=each) for each in chosen])
-    processors = [make_logits_processors(dict(each.logit_bias) or None, each.repetition_penalty) for each in chosen]
-    assert got == answers(generator(model), prompts, logits_processors=processors)
-    assert got[1] == [7] * NEW and got[2] != answers(generator(model), prompts)[2]
-    with pytest.raises(ConfigError, match=r"expected 3 \(one per prompt\), got 2"):
-        answers(gen, prompts, options=[RequestOptions()] * 2)
-    assert answers(gen, prompts[:1]) == got[:1], "the generator still works"

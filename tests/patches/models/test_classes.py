@@ -242,7 +242,7 @@ def test_prefixes_are_shared_in_a_burst_and_later(case: Case) -> None:
 # Preemption -------------------------------------------------------------------------------------------------------
 
 
-@always("global", "hybrid", "index keys")
+@always("global", "index keys")
 def test_preempted_requests_give_their_solo_tokens(case: Case) -> None:
     """Rows that decode together or one by one, partly or fully paged, are recomputed; no token is delivered twice."""
     prompts = [prompt_of(n, seed=n) for n in (20, 25, 30, 9)]

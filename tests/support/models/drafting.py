@@ -6,16 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import mlx.core as mx
-from mlx.utils import tree_map
-
 import mlx_paged
 from mlx_paged.drafts import look_up
 from mlx_paged.drafts.depth import Depth
 from mlx_paged.patches.generate import drafting
 from scripts.support import model_configs
 from tests.support.models import builders
-from tests.support.models.batch_runs import Outcome, generator, run_all
+from tests.support.models.batch_runs import generator, run_requests
 
 DRAFTS = 4
 
@@ -59,11 +56,7 @@ def noisy(name: str, scale: float) -> Any:
     """Return a copy of the model with noise on its weights, ``scale`` times their size."""
     copy = built(name)
     copy.update(model_of(name).parameters())
-    mx.random.seed(1)
-    copy.update(tree_map(lambda w: w + scale * mx.std(w) * mx.random.normal(w.shape), copy.parameters()))
-    copy.eval()
-    mx.eval(copy.parameters())
-    return copy
+    return builders.with_noise(copy, scale)
 
 
 def vocab_of(name: str) -> int:
@@ -84,10 +77,7 @@ def drafted(model: Any, draft: Any, prompts: Sequence[list[int]], num_tokens: Se
     """Run requests with a draft model in every step. Returns their outcomes and the generator."""
     made = {name: rest.pop(name) for name in ("completion_batch_size", "prefixes", "num_draft_tokens") if name in rest}
     gen = drafting_generator(model, draft, **made)
-    uids = gen.insert_segments([[prompt] for prompt in prompts], list(num_tokens), **rest)
-    outcomes = {uid: Outcome() for uid in uids}
-    run_all(gen, outcomes)
-    return list(outcomes.values()), gen
+    return run_requests(gen, prompts, num_tokens, **rest), gen
 
 
 def check_nothing_left(gen: Any, model: Any, draft: Any) -> None:
