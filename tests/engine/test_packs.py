@@ -277,7 +277,7 @@ def test_prefill_latency_limits_steps_on_metal(monkeypatch: pytest.MonkeyPatch) 
             patch.setattr(engine, "peers", SimpleNamespace(is_alone=False))
             scheduler = engine._new_scheduler(2048, 32, 8)
             assert (scheduler.token_budget, scheduler.chunk, scheduler.cap) == (512, 512, None)
-        engine._pace.tokens = 256
+        engine.prefill.pace.tokens = 256
         monkeypatch.setattr(engine, "_uncut_tokens", lambda: 0)
         found = run_requests(gen, [[1 + i % 50 for i in range(700)], [2 + i % 40 for i in range(300)]], [4, 4])
         ends = sorted({0, *(done for outcome in found for done, _ in outcome.progress)})
@@ -332,7 +332,7 @@ def test_request_without_blocks_is_left_out_of_the_pack(
 
     def fails_once(table: Any, num_tokens: int) -> None:
         row = gen._engine.requests.get(uids[1])
-        if row is not None and row.tables and table is row.tables[1]:
+        if row is not None and table is row.table:
             raise OSError("injected: no block")
         original(table, num_tokens)
 

@@ -1,7 +1,6 @@
 """LookUp over a model whose tokens are known in advance: rows get the same tokens, whatever is proposed."""
 
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -355,22 +354,6 @@ def test_last_occurrence_of_the_longest_ngram_is_found(prompt: list[int], rest: 
     assert index.tokens == prompt + rest
 
 
-@settings(deadline=None)
-@given(prompt=FEW, rest=st.lists(FEW, max_size=5), at_once=st.integers(1, 9))
-def test_extend_equals_adding_tokens_one_by_one(prompt: list[int], rest: list[list[int]], at_once: int) -> None:
-    index, tokens = NgramIndex(list(prompt)), list(prompt)
-    for number, more in enumerate(rest):
-        index.extend(more)
-        tokens += more
-        if number % 2:  # tokens that were added one by one lie between those that are not indexed yet
-            index.add(1)
-            tokens.append(1)
-        index.index(at_once)
-    while index.index(at_once):
-        pass
-    assert index.tokens == tokens and index.find() == by_hand(tokens)
-
-
 def test_only_the_end_of_a_very_long_prompt_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look_up, "MOST_INDEXED", 6)
     assert index_of([1, 2, 3, 4, 5, 6, 7, 8, 1, 2]).find() is None
@@ -404,7 +387,7 @@ def test_a_step_indexes_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPat
     for row in rows:
         row.history, row.options = list(range(3000)), RequestOptions(prompt_lookup=4)
     proposer = look_up.LookUp(EveryStep())
-    proposer.add(rows, SimpleNamespace(takes_drafts=lambda row: True))
+    proposer.add(rows)
     assert not counts
     totals = []
     for _ in range(12):
