@@ -129,7 +129,7 @@ def test_only_what_memory_lacks_is_read(tmp_path: Path) -> None:
             pool.check_integrity()
 
 
-def test_only_the_beginning_of_the_same_tokens_weights_and_block_size_is_served(tmp_path: Path) -> None:
+def test_only_same_tokens_weights_and_block_sizes_are_served(tmp_path: Path) -> None:
     saved(tmp_path, [range(22)])
     assert restored(tmp_path, [*range(14), 99, 98]) == 12
     assert restored(tmp_path, range(20)) == 16  # one token is left to compute

@@ -324,20 +324,20 @@ def test_a_step_of_one_token_is_taken_by_all_layers_or_by_none() -> None:
 @pytest.mark.parametrize(("kind", "rotate"), quick(crossed(KINDS, [False, True]), ("llama", False), ("qwen3", True)))
 def test_compiled_quantised_steps_equal_the_gather_path(kind: str, rotate: bool, calls: list[int]) -> None:
     options = {"kv_bits": 8, "kv_rotate": rotate}
-    model, prompt = build(kind, head_dim=64), prompt_of(70)
+    model, prompt = build(kind, head_dim=64), prompt_of(40)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="off", **options))
-    tokens, logprobs = greedy(model, prompt, 20)
+    tokens, logprobs = greedy(model, prompt, 8)
     assert not calls
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on", **options))
-    got, got_logprobs = greedy(model, prompt, 20)
+    got, got_logprobs = greedy(model, prompt, 8)
     assert got == tokens
     assert rms(got_logprobs, logprobs) < 5e-3
-    assert calls == [1] * 20
+    assert calls == [1] * 8
     pool = mlx_paged.pool_of(model)
     storages = [storage for group in pool.groups for storage in group.blocks]
     assert all(isinstance(storage, DeviceBlocks) for storage in storages)
     assert all(storage.rotates == rotate for storage in storages)
-    assert pool.stats().quantized_tokens == 70 + 20
+    assert pool.stats().quantized_tokens == 40 + 8
     pool.check_integrity()
 
 
