@@ -147,7 +147,7 @@ def main() -> None:
     print("\n| prompts | 16 bits | 4 bits |\n|---|---|---|")
     copied = []
     for body, pages in (("gather_blocks", None), ("quantized_gather", quantized.pages)):
-        constants = pool_constants_of(mx.bfloat16, 128, 128, 32, pages)
+        constants = (*pool_constants_of(mx.bfloat16, 128, 128, 32), *(() if pages is None else pages.constants))
         copied.append(f"{counted(listing_of(body, constants)).instructions}")
     print(f"| the copy of a token | {' | '.join(copied)} |")
     print("\n| a decode step's texts in all, 4 query heads | instructions |\n|---|---|")
