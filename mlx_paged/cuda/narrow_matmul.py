@@ -8,16 +8,15 @@ matrices of a launch in the same way (docs/adr/0011).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..kernels.build import KernelText, backend, build_kernel, compile_ahead, warn_when_compiling
+from ..kernels.build import KernelText, backend, build_kernel, compile_ahead
 from ..kernels.cases import worst_rms
-from ..kernels.check import CheckResult, outcome_of
+from ..kernels.check import CheckResult, check_and_warn, outcome_of
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -240,14 +239,8 @@ def passes_check(body: str, dtype: mx.Dtype, tile: int, num_dims: int, bits: int
     if dtype not in DTYPES or not is_available():
         return False
     compile_ahead((key.body, key.constants) for key in _keys_to_compile(body, dtype, tile, num_dims, bits))
-    with warn_when_compiling():
-        reason = self_check(body, dtype, tile, bits, num_dims).reason
-    if reason:
-        name = kernel_key(body, dtype, tile, num_dims, bits).body
-        warnings.warn(
-            f"mlx_paged: {name} ({dtype}, {tile} rows) is off, using MLX's operations: {reason}", stacklevel=2
-        )
-    return not reason
+    kernel = f"{kernel_key(body, dtype, tile, num_dims, bits).body} ({dtype}, {tile} rows)"
+    return check_and_warn(kernel, lambda: self_check(body, dtype, tile, bits, num_dims))
 
 
 def self_check(body: str, dtype: mx.Dtype, tile: int, bits: int = 0, num_dims: int = USUAL_DIMS) -> CheckResult:

@@ -72,9 +72,6 @@ class DecodeBatch:
         self._has_grammars = False
         self._delivered: deque[list[weakref.ref[TokenLogits]]] = deque()  # logits of the last steps' tokens
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     @property
     def state_nbytes(self) -> int:
         """Bytes of the rows' states in layers without blocks."""

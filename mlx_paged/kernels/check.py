@@ -193,18 +193,12 @@ def outcome_of(difference: Callable[[], float]) -> CheckResult:
     return CheckResult(not reason, rms, time.perf_counter() - begin, reason)
 
 
-def check_and_warn(body: str, dtype: mx.Dtype, difference: Callable[[], float]) -> bool:
-    """Check a kernel that is not attention. Warn if it fails or does not compile; return whether it passes.
-
-    Args:
-        body: the kernel's body.
-        dtype: dtype of its inputs.
-        difference: returns the kernel's difference from its reference.
-    """
+def check_and_warn(kernel: str, check: Callable[[], CheckResult]) -> bool:
+    """Check a kernel that is not attention. Warn if it fails or does not compile; return whether it passes."""
     with warn_when_compiling():
-        reason = outcome_of(difference).reason
+        reason = check().reason
     if reason:
-        warnings.warn(f"mlx_paged: {body} ({dtype}) is off, using MLX's operations: {reason}", stacklevel=3)
+        warnings.warn(f"mlx_paged: {kernel} is off, using MLX's operations: {reason}", stacklevel=3)
     return not reason
 
 

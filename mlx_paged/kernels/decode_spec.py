@@ -188,9 +188,7 @@ def _page_constants(pages: PageShape | None) -> Constants:
     return () if pages is None else pages.constants
 
 
-def pool_constants_of(
-    dtype: mx.Dtype, head_dim: int, value_dim: int, block_size: int, pages: PageShape | None = None
-) -> Constants:
+def pool_constants_of(dtype: mx.Dtype, head_dim: int, value_dim: int, block_size: int) -> Constants:
     """Return the constants of the kernels that write, gather and copy blocks: of any head size, in packets of 4.
 
     Raises:
@@ -199,7 +197,7 @@ def pool_constants_of(
     is_packed = dtype == mx.uint32  # words of quantised pages
     if not is_packed and (dtype not in DTYPES or head_dim % 4 or value_dim % 4):
         raise ValueError(f"no kernel writes and gathers {dtype} of head size {head_dim}/{value_dim}")
-    return (("T", dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size), *_page_constants(pages))
+    return (("T", dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size))
 
 
 @lru_cache(maxsize=64)

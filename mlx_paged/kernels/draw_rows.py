@@ -15,7 +15,7 @@ import numpy as np
 
 from .availability import device_unsupported_reason
 from .build import KernelText, backend, build_kernel
-from .check import check_and_warn
+from .check import check_and_warn, outcome_of
 
 WIDTH = 8  # numbers per row in each array: on Metal, an array of fewer elements makes another text
 
@@ -105,7 +105,7 @@ def is_supported(x: mx.array) -> bool:
 @lru_cache(maxsize=8)
 def passes_check(dtype: mx.Dtype) -> bool:
     """Return whether the kernel passes its self-check; warns once if it fails or does not compile."""
-    return check_and_warn(BODY, dtype, lambda: _difference(dtype))
+    return check_and_warn(f"{BODY} ({dtype})", lambda: outcome_of(lambda: _difference(dtype)))
 
 
 # Rows of the self-check, and the tokens that each number of simdgroups draws for them: those of the NumPy model of the
