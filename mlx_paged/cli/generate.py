@@ -31,7 +31,7 @@ from ..ranks.ranks import Ranks
 from ..server.constraint import Constraint
 from ..server.errors import RequestRefused
 from ..warn import warn_once
-from . import answer_grammars, over_ranks
+from . import over_ranks
 from .answer_grammars import constraint_from, grammar_for
 from .terminal import (
     PrefillProgress,
@@ -77,7 +77,9 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--cache-stats", action="store_true", help="Print the KV block pool's statistics to stderr at the end"
     )
     parser.add_argument("--no-paged", action="store_true", help="Run stock mlx-lm, without the paged cache")
-    answer_grammars.add_arguments(parser)
+    parser.add_argument(
+        "--json-schema", metavar="FILE", help="Constrain answers to JSON of this schema (needs the package llguidance)"
+    )
     add_batch_arguments(parser)
     over_ranks.add_arguments(parser)
     return parser
