@@ -213,14 +213,14 @@ def run(
         num_bytes = weight_bytes(args.model or upstream.DEFAULT_MODEL, args.draft_model, adapter=args.adapter_path)
         memory_beside(num_bytes // (1 if ranks is None else ranks.size))
         raise_cpu_cache_limit()
+    # transformers warns about prompts beyond the context, which are refused here.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     if args.prompts_file is not None:
         from .batch_run import run_prompts_file
 
         if failed := run_prompts_file(args, constraint, ranks):
             sys.exit(f'mlx_paged.generate: {plural(failed, "prompt")} failed; see "error" in their results')
         return
-    # transformers warns about prompts beyond the context, which are refused below.
-    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     tokenizers: list[Any] = []
     names["load"] = _noting_tokenizer(tokenizers, names["load"])
     constrained = None if constraint is None else functools.partial(_processors, constraint, tokenizers, ranks)
