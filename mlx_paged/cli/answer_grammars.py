@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +17,6 @@ from .prompts_file import load_object
 if TYPE_CHECKING:
     from ..grammar.grammar import CompiledGrammar
     from ..ranks.ranks import Ranks
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that constrain answers."""
-    parser.add_argument(
-        "--json-schema", metavar="FILE", help="Constrain answers to JSON of this schema (needs the package llguidance)"
-    )
 
 
 def constraint_from(name: str | None) -> Constraint | None:

@@ -29,7 +29,7 @@ from ..server.ranked_loop import RankedLoop, check_for_ranks, ranked_memory_watc
 from ..server.report import ServerStats
 from ..server.request import ServerRequest
 from ..server.requests.endpoints import CHAT, COMPLETIONS
-from ..server.requests.fields import validated
+from ..server.requests.fields import NO_EFFECT, REFUSED, validated
 from ..server.requests.pieces import Head
 from ..server.work import Work
 from .over_ranks import from_rank_0
@@ -207,7 +207,7 @@ class BatchRun:
         given = line.body if line.text is None else body_of_text(line.text, args, texts.tokenizer)
         given = {name: value for name, value in given.items() if value is not None and name != "model"}
         endpoint = CHAT if "messages" in given else COMPLETIONS
-        if unknown := sorted(given.keys() - endpoint.body.model_fields.keys()):
+        if unknown := sorted(given.keys() - {*endpoint.body.model_fields, *NO_EFFECT, *REFUSED}):
             raise invalid(f"{', '.join(map(repr, unknown))}: unknown parameter")
         for name in given.keys() & {"adapters", "draft_model"}:
             raise invalid(f"{name} is an option of the command line")

@@ -31,7 +31,7 @@ from ..ranks.ranks import Ranks
 from ..server.constraint import Constraint
 from ..server.errors import RequestRefused
 from ..warn import warn_once
-from . import answer_grammars, over_ranks
+from . import over_ranks
 from .answer_grammars import constraint_from, grammar_for
 from .terminal import (
     PrefillProgress,
@@ -77,7 +77,9 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--cache-stats", action="store_true", help="Print the KV block pool's statistics to stderr at the end"
     )
     parser.add_argument("--no-paged", action="store_true", help="Run stock mlx-lm, without the paged cache")
-    answer_grammars.add_arguments(parser)
+    parser.add_argument(
+        "--json-schema", metavar="FILE", help="Constrain answers to JSON of this schema (needs the package llguidance)"
+    )
     add_batch_arguments(parser)
     over_ranks.add_arguments(parser)
     return parser
@@ -211,14 +213,14 @@ def run(
         num_bytes = weight_bytes(args.model or upstream.DEFAULT_MODEL, args.draft_model, adapter=args.adapter_path)
         memory_beside(num_bytes // (1 if ranks is None else ranks.size))
         raise_cpu_cache_limit()
+    # transformers warns about prompts beyond the context, which are refused here.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     if args.prompts_file is not None:
         from .batch_run import run_prompts_file
 
         if failed := run_prompts_file(args, constraint, ranks):
             sys.exit(f'mlx_paged.generate: {plural(failed, "prompt")} failed; see "error" in their results')
         return
-    # transformers warns about prompts beyond the context, which are refused below.
-    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     tokenizers: list[Any] = []
     names["load"] = _noting_tokenizer(tokenizers, names["load"])
     constrained = None if constraint is None else functools.partial(_processors, constraint, tokenizers, ranks)

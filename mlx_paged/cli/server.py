@@ -174,6 +174,7 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
     from ..server.service import Service
 
     unify_log_format()
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)  # of prompts that are refused
     if not config.api_keys and LOOPBACK.fullmatch(args.host) is None:
         print(
             f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",

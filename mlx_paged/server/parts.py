@@ -16,7 +16,7 @@ from .model_names import ModelNames
 from .options import ServerConfig
 from .prompting import PromptMaker
 from .ranked_loop import RankedLoop, check_for_ranks, ranked_memory_watch
-from .report import ServerStats, server_report
+from .report import ServerStats, blocks_of, dispatches, pages_of
 from .request import ModelKey, ServerRequest
 from .requests.responses import MAX_KEPT_BYTES, KeptResponses
 
@@ -102,17 +102,23 @@ class Parts:
         return health
 
     def report(self, *, with_blocks: bool = False) -> dict[str, Any]:
-        """Return what ``/v1/cache/stats`` says. Never blocks on the engine's thread; figures are a snapshot."""
-        models = self.engine.models
-        texts, cache = models.texts, models.prompt_cache
-        return server_report(
-            self.stats,
-            models.pool,
-            self.engine.sequences(),
-            self.engine.loop.num_waiting + self.prompts.num_waiting,
-            cache.figures() if hasattr(cache, "figures") else None,
-            model=None if texts is None or texts.key.model is None else os.path.basename(texts.key.model.rstrip("/")),
-            health=self.health(),
-            clients=self.clients.figures(),
-            with_blocks=with_blocks,
-        )
+        """Return what ``/v1/cache/stats`` says; with ``with_blocks`` also the state of every block and the requests.
+        Never blocks on the engine's thread; figures are a snapshot."""
+        models, requests = self.engine.models, self.engine.sequences()
+        texts, cache, pool = models.texts, models.prompt_cache, models.pool
+        num_waiting = self.engine.loop.num_waiting + self.prompts.num_waiting
+        path = None if texts is None else texts.key.model
+        report: dict[str, Any] = {
+            "model": None if path is None else os.path.basename(path.rstrip("/")),
+            "health": self.health(),
+            "server": self.stats.as_dict(),
+            "clients": self.clients.figures(),
+            "running": {"running": sum(not each["waiting"] for each in requests), "waiting": num_waiting},
+            "pool": None if pool is None else pool.stats().as_dict(),
+            "pages": [] if pool is None else [pages_of(group) for group in pool.groups],
+            "prefix_cache": cache.figures() if hasattr(cache, "figures") else None,
+            "dispatch": dispatches(),
+        }
+        if with_blocks:
+            report |= {"sequences": requests, "blocks": [] if pool is None else blocks_of(pool)}
+        return report

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import resources
 from itertools import chain, groupby
 from types import SimpleNamespace
@@ -240,56 +240,21 @@ def _runs(pool: BlockPool, index: int) -> list[tuple[str, int]]:
     return [(name, sum(1 for _ in run)) for name, run in groupby(states)]
 
 
-def server_report(
-    stats: ServerStats,
-    pool: BlockPool | None,
-    requests: Sequence[dict[str, Any]],
-    num_waiting: int,
-    prefix_cache: dict[str, Any] | None,
-    *,
-    model: str | None = None,
-    health: dict[str, Any] | None = None,
-    clients: Sequence[dict[str, Any]] = (),
-    with_blocks: bool = False,
-) -> dict[str, Any]:
-    """Return figures of the server, its pool and its prefix cache. Any thread may call it; never blocks on another.
-
-    Args:
-        stats: the server's counters.
-        pool: pool of the current model.
-        requests: progress of each request.
-        num_waiting: number of requests that have not started.
-        prefix_cache: figures of the prefix cache.
-        model: name of the current model.
-        health: what ``/health`` says.
-        clients: figures of each client.
-        with_blocks: also report the state of every block, and the requests.
-    """
-    report: dict[str, Any] = {
-        "model": model,
-        "health": health,
-        "server": stats.as_dict(),
-        "clients": list(clients),
-        "running": {"running": sum(not each["waiting"] for each in requests), "waiting": num_waiting},
-        "pool": None if pool is None else pool.stats().as_dict(),
-        "pages": [] if pool is None else [_pages_of(group) for group in pool.groups],
-        "prefix_cache": prefix_cache,
-        "dispatch": [
-            {"path": choice.path, "reason": choice.reason, "count": count}
-            for choice, count in dispatch_counts().items()
-        ],
-    }
-    if with_blocks:
-        runs = [] if pool is None else zip(pool.groups, block_map(pool), strict=True)
-        report["sequences"] = requests
-        report["blocks"] = [
-            {"group": group.spec.name, "bytes_per_block": group.bytes_per_block, "runs": of_group}
-            for group, of_group in runs
-        ]
-    return report
+def blocks_of(pool: BlockPool) -> list[dict[str, Any]]:
+    """Return the state of every block, by group."""
+    return [
+        {"group": group.spec.name, "bytes_per_block": group.bytes_per_block, "runs": runs}
+        for group, runs in zip(pool.groups, block_map(pool), strict=True)
+    ]
 
 
-def _pages_of(group: Group) -> dict[str, Any]:
+def dispatches() -> list[dict[str, Any]]:
+    """Return the attention calls by path."""
+    found = dispatch_counts().items()
+    return [{"path": choice.path, "reason": choice.reason, "count": count} for choice, count in found]
+
+
+def pages_of(group: Group) -> dict[str, Any]:
     """Return the format of a group's pages; if it is not what was configured, also why."""
     geometry = group.geometry
     return {
