@@ -188,7 +188,7 @@ def test_lists_of_texts_and_tokens_are_answered_in_one_request(client: openai.Op
         assert [choice.text for choice in answer.choices] == [alone[0], alone[0], alone[1], alone[1]]
         assert answer.usage.prompt_tokens == sum(map(len, ids)) and answer.usage.completion_tokens == 16
     assert client.completions.create(model="default_model", prompt=ids[0]).choices[0].text == alone[0]
-    for wrong, words in (([[VOCAB]], f"from 0 to {VOCAB - 1}"), (["x"] * 257, "at most 256"), ([[]], "non-empty")):
+    for wrong, words in (([[VOCAB]], f"from 0 to {VOCAB - 1}"), (["x"] * 257, "at most 256"), ([[]], "at least 1")):
         with pytest.raises(openai.BadRequestError, match=words):
             client.completions.create(model="default_model", prompt=wrong)
 
