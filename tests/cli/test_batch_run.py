@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -374,12 +375,13 @@ def test_progress_bar_is_shown_only_on_a_terminal() -> None:
         progress.show(Counts(3, 12, 1), 500, 2.0, None)
         progress.show(Counts(4, 12, 1), 510, 2.01, None)  # too soon
         progress.show(Counts(0, 12, 0), 0, 3.0, None, num_prompt_tokens=2048, underway=4.0)
-        progress.show(Counts(0, 1, 0), 9, 4.0, None, num_prompt_tokens=1)
+        pool: Any = SimpleNamespace(budget_bytes=100, bytes_in_use=50, live_blocks=2)
+        progress.show(Counts(0, 1, 0), 9, 4.0, pool, num_prompt_tokens=1)
         progress.clear()
     assert "3/12 prompts, 1 failed, 250 tokens/s" in terminal.getvalue()
     assert "4/12" not in terminal.getvalue()
     bar = re.search(r"\[(#+)(\.+)\] 0/12 prompts, 2,048 prompt tokens, 0.0 tokens/s", terminal.getvalue())
     assert bar is not None and len(bar[1]) == (len(bar[1]) + len(bar[2])) // 3, "before a prompt is done"
-    assert "0/1 prompt, 1 prompt token, 2.2 tokens/s" in terminal.getvalue()
+    assert "0/1 prompt, 1 prompt token, 2.2 tokens/s, pool 50 % in use (2 blocks)" in terminal.getvalue()
     assert max(len(line.strip()) for line in terminal.getvalue().split("\x1b[K")) < 80
     assert plain.getvalue() == ""

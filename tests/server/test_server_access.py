@@ -63,6 +63,7 @@ def test_model_is_served_under_all_its_names(server: ServerProcess, folder: Path
 
 
 def test_root_redirects_to_the_page_and_head_is_answered(server: ServerProcess) -> None:
+    assert server.get("/openapi.json").json["security"] == [{"key": []}]
     root = server.get("/")
     assert root.status == 307 and root.headers["location"] == "/cache"
     for path, status, headers in (
@@ -145,6 +146,7 @@ def test_priority_header_is_accepted_or_refused(server: ServerProcess) -> None:
 
 
 def test_unsafe_chat_template_arguments_are_refused(server: ServerProcess) -> None:
+    assert server.post(CHAT, chat(chat_template_kwargs={"unknown": 1}), **KEY).status == 200
     for kwargs in (
         {"padding": "max_length", "max_length": 4_000_000},
         {"return_tensors": "np"},

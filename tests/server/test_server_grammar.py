@@ -111,6 +111,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs", "unknown name"),
     ({"tool_choice": "sometimes"}, "tool_choice", "'none', 'auto' or 'required'"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice", "cannot"),
 ]
 
 
@@ -197,6 +198,7 @@ def test_tool_choice_none_hides_the_tools(server: ServerProcess) -> None:
     plain = server.chat([{"role": "user", "content": "Hello"}], max_tokens=4)
     answer = server.chat([{"role": "user", "content": "Hello"}], max_tokens=4, tools=tools, tool_choice="none")
     assert answer["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
+    assert server.chat([{"role": "user", "content": "Hello"}], max_tokens=4, tools=tools), "strict is not enforced"
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_values_that_clients_send_for_off_are_accepted() -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "top_k": -1, "max_tokens": -1, "stop": ""}
     request = chat_request(parse(chat, CHAT), defaults)
     assert (request.sampling.top_k, request.max_tokens, request.stops) == (0, None, None)
-    for wrong in ({"top_k": -2}, {"max_tokens": -2}, {"top_k": "-1"}):
+    for wrong in ({"top_k": -2}, {"max_tokens": -2}, {"top_k": "-1"}, {"prompt": [1 << 40]}):
         with pytest.raises(RequestRefused):
             parse({"prompt": "x", **wrong}, COMPLETIONS)
 

@@ -236,6 +236,8 @@ def test_required_and_named_tools_are_called(client: openai.OpenAI) -> None:
         (call,) = answer.choices[0].message.tool_calls
         assert answer.choices[0].finish_reason == "tool_calls" and call.function.name == "clock"
         assert isinstance(json.loads(call.function.arguments)["ok"], bool)
+    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [OF_CHAT]}}
+    assert client.chat.completions.create(**options, tools=[OF_CHAT], tool_choice=allowed).choices
     again = [*HI, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "noon"}]
     assert client.chat.completions.create(model="default_model", messages=again).choices[0].message.content
 
