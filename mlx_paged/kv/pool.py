@@ -91,8 +91,14 @@ class BlockPool:
 
     # Blocks ---------------------------------------------------------------------------------------------------
 
-    def allocate(self, group: int, count: int) -> list[int]:
+    def allocate(self, group: int, count: int, after: int | None = None) -> list[int]:
         """Take ``count`` blocks of a group, growing its tensors within the budget.
+
+        Args:
+            group: index of the group.
+            count: number of blocks.
+            after: the last block of the table that gets them, NULL_BLOCK if it has none; see
+                :meth:`PoolMemory.provide`. None: they need not follow another.
 
         Raises:
             PoolExhaustedError: they do not fit; nothing was changed.
@@ -101,10 +107,8 @@ class BlockPool:
         try:
             with self.lock:
                 self._owners.collect()
-                block_group = self.groups[group]
-                if count > block_group.allocator.num_free:
-                    self.memory.grow(group, count)
-                blocks = block_group.allocator.allocate(count)
+                first = self.memory.provide(group, count, after)
+                blocks = self.groups[group].allocator.allocate(count, first)
         except Exception:  # if blocks were taken, computing failed when the lock was released
             self.release(group, blocks)
             raise
@@ -202,7 +206,8 @@ class BlockPool:
                 group.touch()
                 return
             needed = group.blocks_to_append(table, num_tokens)
-            blocks = self.allocate(table.group, needed) if needed else []
+            last = table.block_ids[-1] if table.block_ids else NULL_BLOCK
+            blocks = self.allocate(table.group, needed, last) if needed else []
             if references > 1:
                 try:
                     own = self.copy_on_write_block(table, table.length // self.block_size, blocks[0])
@@ -251,7 +256,8 @@ class BlockPool:
                 index = len(tables)
                 for begun in fresh:  # first: nothing may fail between taking the blocks and adding them
                     tables[begun].forget_indices()
-                blocks = self.allocate(group, len(fresh)) if fresh else []
+                last = [tables[begun].block_ids[-1] if tables[begun].length else NULL_BLOCK for begun in fresh]
+                blocks = [own.allocator.allocate(1, self.memory.provide(group, 1, after))[0] for after in last]
             except Exception:
                 for done in set(range(index)).difference(others, fresh):
                     tables[done].length -= 1

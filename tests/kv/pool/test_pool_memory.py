@@ -174,7 +174,7 @@ def test_failed_growth_leaves_every_layer_usable(failing: int, in_place: bool, m
     pool.check_integrity()
     for salt, tables in enumerate(sequences):
         check(pool, tables, salt)
-        extend(pool, tables, 60, salt)
+        extend(pool, tables, 300, salt)
         check(pool, tables, salt)
     assert not any(group.resize_failed for group in pool.groups)
     pool.check_integrity()
