@@ -13,8 +13,8 @@ CONSTRAINTS ?= constraints.txt
 PYTEST_JOBS ?= 2
 # Of "make test-quick".
 TESTS ?= tests/kv tests/prefix tests/cache tests/attention tests/engine/test_scheduler.py
-BENCH ?= generate
-BENCH_ARGS ?= --random llama-135m --synthetic-context --out out/bench
+BENCH ?= batch
+BENCH_ARGS ?= --random llama-22m --cases 1x256,1x1024,4x256,8x256 --out out/bench
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -17,8 +17,7 @@ from pathlib import Path
 sys.path[:0] = [folder for folder in map(str, Path(__file__).resolve().parents[:2]) if folder not in sys.path]
 
 COMMANDS = {
-    "generate": "one sequence: prefill, decode and memory by context",
-    "batch": "batches: throughput, latency, first tokens and memory",
+    "batch": "one sequence and batches: throughput, latency, first tokens and memory",
     "prefix": "requests that share a prefix, against the stock server's prompt cache",
     "drafts": "several tokens a step: looked up, from a draft model, and with a made acceptance",
     "kernel": "the kernels by themselves, on a GPU",

@@ -24,9 +24,7 @@ CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="
 TINY = ("--random", "tiny")
 ONCE = ("--lookup", 6, "--prompt", 48, "--repeats", 1)
 RUNS = [
-    ("generate", *TINY, "--contexts", "150", "--block-sizes", "16", "--decode-tokens", 4, "--repeats", 1),
-    *slow(("generate", *TINY, "--synthetic-context", "--contexts", 100, "--repeats", 1), single=True),
-    *slow(("batch", *TINY, "--cases", "3xragged64", "--decode-tokens", 12), single=True),
+    ("batch", *TINY, "--cases", "1x150,3xragged64", "--decode-tokens", 12),
     ("prefix", *TINY, "--prefix", 192, "--suffix", 16, "--sharers", 4, "--decode-tokens", 4, "--pattern", "burst"),
     *slow(
         ("drafts", *TINY, "--batches", 1, "--made", "1", "--draft-layers", 1, "--num-tokens", 40, *ONCE), single=True
@@ -58,18 +56,14 @@ def test_each_command_measures_both_sides(tmp_path: Path, arguments: tuple[Any, 
     results = results_of(tmp_path, *arguments)
     assert results and not any("error" in r for r in results)
     for r in results:
-        if r.get("side", "").startswith("paged-"):
-            assert r["same_tokens"]
         if arguments[0] == "batch" and r["side"] == "paged":
             assert r["rows_with_same_tokens"] == r["batch"] and r["ratios"]["total"] > 0
         if r.get("side") == "shared":
             assert r["computed_prompt_tokens"] == 192 + 4 * 16 and r["kv_bytes"] < 1.3 * r["unique_kv_bytes"]
         if arguments[0] == "drafts":
             assert r["same_tokens"]
-        if (r.get("case"), r.get("side")) == ("copy, 1", "look-up 6, always"):
+        if (r.get("case"), r.get("side")) == ("copy, 1", "look-up 6"):
             assert r["accepted"] > 12 and r["accepted"] >= 0.9 * r["drafted"]
-        if r.get("side") == "made 1, always":
-            assert r["accepted"] == r["drafted"] and 3 < r["per_step"] <= 4.1
 
 
 @CPU_ONLY
@@ -92,7 +86,7 @@ def test_chat_turns_compute_new_tokens_plus_at_most_an_interval(tmp_path: Path, 
 def test_help_lists_commands_and_bad_values_are_refused(tmp_path: Path) -> None:
     shown = bench("--help").stdout
     assert all(f"  {name} " in shown for name in COMMANDS)
-    for arguments in (("nothing",), ("batch", "--cases", "4xmixed9"), ("generate", "--contexts", "0")):
+    for arguments in (("nothing",), ("batch", "--cases", "4xmixed9"), ("batch", "--cases", "0x9")):
         assert bench(*arguments).returncode == 2
     broken = bench("batch", "--model", tmp_path / "none", "--cases", "1x4", "--only", "stock")
     assert broken.returncode == 1 and "exit status" in broken.stdout

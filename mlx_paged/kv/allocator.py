@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import BlockStateError
 
 NULL_BLOCK = 0  # never handed out: padding rows and released positions point at it
+# Free blocks left on either side of a sequence's first blocks on a CPU, for this sequence and the one before to grow
+# into: with blocks of 32 tokens as many tokens as mlx-lm's caches reserve at a time.
+SPACING = 8
 
 
 class BlockAllocator:
-    """Free list and reference counts of one group of layers.
+    """Free blocks and reference counts of one group of layers.
 
-    Ids run from 1 to ``num_blocks - 1``; block 0 is the null block. The lowest free id is handed out first, so
-    that a fresh sequence gets consecutive blocks (one copy instead of many) and decisions are deterministic.
+    Ids run from 1 to ``num_blocks - 1``; block 0 is the null block. The lowest free ids are handed out first, or, on
+    request, consecutive ones. Either is deterministic.
     """
 
     def __init__(self) -> None:
         self._refcounts: list[int] = [0]  # never replaced: `refcount` is bound to it
         # Returns a block's reference count, 0 if it is free. A bound method, as each row calls it in each step.
         self.refcount: Callable[[int], int] = self._refcounts.__getitem__
-        self._free: list[int] = []
+        self._held = bytearray(b"\1")  # of each block 1 if it has a reference; else 0. The null block counts as held
+        self._num_free = 0
+        self._lowest = 1  # no lower block is free
         self._num_shared = 0
         self.peak_live = 0
 
@@ -32,13 +36,13 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks on the free list."""
-        return len(self._free)
+        """Blocks without a reference."""
+        return self._num_free
 
     @property
     def num_live(self) -> int:
         """Blocks with at least one reference."""
-        return len(self._refcounts) - 1 - len(self._free)
+        return len(self._refcounts) - 1 - self._num_free
 
     @property
     def num_shared(self) -> int:
@@ -47,27 +51,43 @@ class BlockAllocator:
 
     def grow(self, num_blocks: int) -> None:
         """Add ids up to ``num_blocks - 1``, as free blocks."""
-        first = len(self._refcounts)
-        self._refcounts.extend([0] * (num_blocks - first))
-        for block_id in range(first, num_blocks):
-            heapq.heappush(self._free, block_id)
+        more = num_blocks - len(self._refcounts)
+        self._refcounts.extend([0] * more)
+        self._held.extend(bytes(more))
+        self._num_free += more
 
     def clear(self) -> None:
         """Drop all ids but the null block's. Raises BlockStateError if a block is held."""
         if self.num_live:
             raise BlockStateError(f"cannot drop the ids of {self.num_live} blocks that are held")
-        del self._refcounts[1:]
-        self._free.clear()
+        del self._refcounts[1:], self._held[1:]
+        self._num_free, self._lowest = 0, 1
 
-    def allocate(self, count: int) -> list[int]:
-        """Take ``count`` free blocks, each with one reference. Raises before taking any if too few are free."""
-        if count > len(self._free):
-            raise BlockStateError(f"cannot allocate {count} blocks: {len(self._free)} are free")
+    def allocate(self, count: int, first: int | None = None) -> list[int]:
+        """Take ``count`` free blocks, each with one reference: those from ``first`` on, as :meth:`find` has returned
+        it, or the lowest. Raises before taking any if too few are free."""
+        if count > self._num_free:
+            raise BlockStateError(f"cannot allocate {count} blocks: {self._num_free} are free")
         self.peak_live = max(self.peak_live, self.num_live + count)
-        ids = [heapq.heappop(self._free) for _ in range(count)]
-        for block_id in ids:
-            self._refcounts[block_id] = 1
+        ids: list[int] = []
+        block_id = self._lowest - 1
+        for _ in range(count):
+            block_id = self._held.find(0, block_id + 1) if first is None else first + len(ids)
+            ids.append(block_id)
+            self._refcounts[block_id] = self._held[block_id] = 1
+        if first is None:
+            self._lowest = block_id + 1
+        self._num_free -= count
         return ids
+
+    def find(self, count: int, after: int) -> int | None:
+        """Return the first of ``count`` consecutive free blocks: those that follow ``after``, a sequence's last block,
+        or for a sequence without blocks (NULL_BLOCK) some with SPACING free ones before and after them. None if there
+        are none."""
+        if after != NULL_BLOCK or not self.num_live:
+            return after + 1 if self._held.startswith(bytes(count), after + 1) else None
+        found = self._held.find(bytes(count + 2 * SPACING))
+        return None if found < 0 else found + SPACING
 
     def retain(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each block; null blocks are skipped. Raises before any change if one is free."""
@@ -89,7 +109,9 @@ class BlockAllocator:
             if self._refcounts[block_id] == 1:
                 self._num_shared -= 1
             elif self._refcounts[block_id] == 0:
-                heapq.heappush(self._free, block_id)
+                self._held[block_id] = 0
+                self._num_free += 1
+                self._lowest = min(self._lowest, block_id)
 
     def _checked(self, block_ids: Sequence[int], verb: str) -> list[int]:
         ids = [block_id for block_id in block_ids if block_id != NULL_BLOCK]
@@ -115,8 +137,8 @@ class BlockAllocator:
                 f"reference counts differ from holders: "
                 f"{[(b, self._refcounts[b], expected[b]) for b in wrong[:8]]} (block, count, holders)"
             )
-        zero = [b for b in range(1, len(expected)) if self._refcounts[b] == 0]
-        if sorted(self._free) != zero:
-            raise BlockStateError(f"free list {sorted(self._free)[:8]}... is not the set of unreferenced blocks")
+        held = bytes([1, *(count > 0 for count in self._refcounts[1:])])
+        if self._held != held or self._num_free != held.count(0) or 0 in held[: self._lowest]:
+            raise BlockStateError("the free blocks are not those without references")
         if self._num_shared != sum(count > 1 for count in self._refcounts):
             raise BlockStateError(f"the count of shared blocks is wrong: {self._num_shared}")

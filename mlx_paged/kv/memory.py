@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import ConfigError, PoolExhaustedError
+from .allocator import NULL_BLOCK, SPACING
 from .attention_params import QueryHeads
 from .geometry import Geometry
 from .group import Group
@@ -168,6 +169,32 @@ class PoolMemory:
                 raise self.exhausted({index: count})
         self.lock.is_dirty = True
         group.grow(target)
+
+    def provide(self, index: int, count: int, after: int | None) -> int | None:
+        """Make ``count`` blocks of a group free, as :meth:`grow` does. On a CPU, whose attention reads consecutive
+        blocks without a copy, return the first of consecutive ones; see :meth:`BlockAllocator.find`. For a new sequence
+        tensors grow for them, but nothing is evicted. None: there are none, or any will do, as on a GPU or if ``after``
+        is None."""
+        group = self.groups[index]
+        allocator = group.allocator
+        if group.geometry is None or group.in_place:
+            after = None
+        first = None if after is None else allocator.find(count, after)
+        if first is not None:
+            return first
+        spaced = count + 2 * SPACING
+        if after == NULL_BLOCK and self._fits(index, spaced):
+            self.grow(index, allocator.num_free + spaced)
+        elif count > allocator.num_free:
+            self.grow(index, count)
+        return None if after is None else allocator.find(count, after)
+
+    def _fits(self, index: int, count: int) -> bool:
+        """Return whether a group can get ``count`` more blocks ahead of need while nothing is evicted."""
+        group, left = self.groups[index], self.unreserved_bytes
+        left = left if self.spare is None else min(left, self.spare)
+        is_within = group.allocator.num_blocks + count <= self.capacities()[index]
+        return is_within and count * group.bytes_per_block <= left
 
     def evict(self, num_bytes: int) -> None:
         """Evict prefixes and checkpoints of ``num_bytes`` bytes, or all. Their blocks become free, and the tensors are

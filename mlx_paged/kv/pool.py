@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 
 from ..errors import BlockStateError, GeometryError, TrimError
+from .allocator import NULL_BLOCK
 from .attention_params import QueryHeads
 from .block_table import BlockTable
 from .blocks import Blocks, ChooseBlocks, HeldArrays
@@ -91,8 +92,14 @@ class BlockPool:
 
     # Blocks ---------------------------------------------------------------------------------------------------
 
-    def allocate(self, group: int, count: int) -> list[int]:
+    def allocate(self, group: int, count: int, after: int | None = None) -> list[int]:
         """Take ``count`` blocks of a group, growing its tensors within the budget.
+
+        Args:
+            group: index of the group.
+            count: number of blocks.
+            after: the last block of the table that gets them, NULL_BLOCK if it has none; see
+                :meth:`PoolMemory.provide`. None: they need not follow another.
 
         Raises:
             PoolExhaustedError: they do not fit; nothing was changed.
@@ -101,10 +108,8 @@ class BlockPool:
         try:
             with self.lock:
                 self._owners.collect()
-                block_group = self.groups[group]
-                if count > block_group.allocator.num_free:
-                    self.memory.grow(group, count)
-                blocks = block_group.allocator.allocate(count)
+                first = self.memory.provide(group, count, after)
+                blocks = self.groups[group].allocator.allocate(count, first)
         except Exception:  # if blocks were taken, computing failed when the lock was released
             self.release(group, blocks)
             raise
@@ -227,7 +232,7 @@ class BlockPool:
 
     def _extend(self, table: BlockTable, num_tokens: int, references: Sequence[int]) -> None:
         """Add the blocks for the next tokens; copy tail blocks that have several references."""
-        fresh = self._allocate([group.blocks_to_append(table, num_tokens) for group in self.groups])
+        fresh = self._allocate([table], [group.blocks_to_append(table, num_tokens) for group in self.groups])
         try:
             for group, blocks, count in zip(self.groups, fresh, references, strict=True):
                 if count > 1:
@@ -244,13 +249,15 @@ class BlockPool:
                 table.block_ids[group.index].extend(blocks)
                 table.forget_indices(group.index)
 
-    def _allocate(self, counts: Sequence[int]) -> list[list[int]]:
-        """Take blocks of each group, or none. Raises PoolExhaustedError if they do not fit."""
+    def _allocate(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> list[list[int]]:
+        """Take ``counts`` blocks of each group for each table, to follow its last one, or none. Raises
+        PoolExhaustedError if they do not fit."""
         blocks: list[list[int]] = [[] for _ in counts]
         try:
             for group, count in enumerate(counts):
-                if count:
-                    blocks[group] = self.allocate(group, count)
+                for table in tables if count else ():
+                    ids = table.block_ids[group]
+                    blocks[group] += self.allocate(group, count, ids[-1] if ids else NULL_BLOCK)
         except Exception:
             self._give_back(blocks)
             raise
@@ -292,7 +299,7 @@ class BlockPool:
                     else:
                         (fresh if begins else others).append(index)
                 index = len(tables)
-                blocks = self._allocate([len(fresh)] * len(parts)) if fresh else []
+                blocks = self._allocate([tables[begun] for begun in fresh], [1] * len(parts)) if fresh else []
             except Exception:
                 for done in set(range(index)).difference(others, fresh):
                     tables[done].length -= 1

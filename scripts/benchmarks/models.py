@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,14 +105,6 @@ PRESETS = {
 }
 
 
-def add_quantization(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that quantise the model's weights; see :func:`quantized`."""
-    parser.add_argument(
-        "--bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantise the weights (default: as they are)"
-    )
-    parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=64, help="of --bits (default 64)")
-
-
 def quantized(model: Any, bits: int | None, group_size: int) -> Any:
     """Return the model with weights of ``bits`` where rows divide into groups; None leaves it unchanged.
 
@@ -133,19 +123,17 @@ def quantized(model: Any, bits: int | None, group_size: int) -> Any:
     return model
 
 
-def preset_model(preset: str) -> Any:
-    """Return the preset's model; its weights are lazy."""
+def random_model(preset: str, dtype: str | None, bits: int | None = None, group_size: int = 64, **changed: Any) -> Any:
+    """Return the preset's model with random weights, the same in every run; quantised if ``bits`` is given.
+
+    Args:
+        changed: arguments of the model that differ from the preset's.
+    """
     module, _, args, tied = PRESETS[preset]
-    model = module.Model(module.ModelArgs(**args))
+    mx.random.seed(SEED)
+    model = module.Model(module.ModelArgs(**args | changed))
     if tied:
         model.sanitize({})
-    return model
-
-
-def random_model(preset: str, dtype: str | None, bits: int | None = None, group_size: int = 64) -> Any:
-    """Return the preset's model with random weights, the same in every run; quantised if ``bits`` is given."""
-    mx.random.seed(SEED)
-    model = preset_model(preset)
     model.set_dtype(DTYPES[dtype or PRESETS[preset].dtype])
     quantized(model, bits, group_size)
     for _, array in tree_flatten(model.parameters()):
@@ -173,7 +161,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--random", choices=sorted(PRESETS), default=None, help="a model of random weights")
     source.add_argument("--model", default=None, help="a model folder")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default=None, help="of weights (default: the model's)")
-    add_quantization(parser)
+    parser.add_argument(
+        "--bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantise the weights (default: as they are)"
+    )
+    parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=64, help="of --bits (default 64)")
 
 
 def chosen_model(args: argparse.Namespace) -> Any:
@@ -198,14 +189,3 @@ def vocabulary_of(model: Any) -> int:
 def on_gpu() -> bool:
     """Return whether MLX computes on a GPU."""
     return mx.default_device() != mx.Device(mx.cpu)
-
-
-@contextmanager
-def changed_preset(preset: str, **args: Any) -> Iterator[None]:
-    """Change a preset's arguments in the context."""
-    before = PRESETS[preset]
-    PRESETS[preset] = before._replace(args={**before.args, **args})
-    try:
-        yield
-    finally:
-        PRESETS[preset] = before

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -34,13 +32,14 @@ import mlx_paged
 
 from .models import SEED, add_model_arguments, chosen_model, model_name, on_gpu, vocabulary_of
 from .report import (
+    Column,
     Panel,
     add_pool_arguments,
     dispatch_counts,
-    measure_apart,
     patch_anew,
     positive,
-    table,
+    print_columns,
+    run_apart,
     write_results,
 )
 
@@ -48,6 +47,15 @@ PANELS: tuple[Panel, ...] = (
     ("median TTFT after the first, s", lambda r: r["ttft_later_s"]["median"]),
     ("prompt tokens computed", lambda r: r["computed_prompt_tokens"]),
     ("K/V, MB", lambda r: r["kv_bytes"] / 1e6),
+)
+COLUMNS: tuple[Column, ...] = (
+    ("TTFT first, s", lambda r: f"{r['ttft_first_s']:.3f}"),
+    ("TTFT later, s", lambda r: f"{r['ttft_later_s']['median']:.3f}"),
+    ("all done, s", lambda r: f"{r['seconds']:.2f}"),
+    ("computed", lambda r: str(r["computed_prompt_tokens"])),
+    ("of unique", lambda r: f"{r['computed_prompt_tokens'] / r['unique_prompt_tokens']:.2f}x"),
+    ("K/V MB", lambda r: f"{r['kv_bytes'] / 1e6:.1f}"),
+    ("of unique", lambda r: f"{r['kv_bytes'] / r['unique_kv_bytes']:.2f}x"),
 )
 SIDES = ("stock cache", "no sharing", "shared")
 PATTERNS = ("burst", "after")
@@ -198,38 +206,18 @@ def bytes_per_token(model: Any) -> float:
 
 
 def print_results(results: Sequence[dict[str, Any]]) -> None:
-    header = ("pattern", "side", "TTFT first", "TTFT later", "all done", "computed", "of unique", "K/V MB", "of unique")
-    rows = []
-    for r in results:
-        if "error" in r:
-            rows.append((r["pattern"], r["side"], r["error"][:60], *[""] * 6))
-            continue
-        rows.append(
-            (
-                r["pattern"],
-                r["side"],
-                f"{r['ttft_first_s']:.3f} s",
-                f"{r['ttft_later_s']['median']:.3f} s",
-                f"{r['seconds']:.2f} s",
-                str(r["computed_prompt_tokens"]),
-                f"{r['computed_prompt_tokens'] / r['unique_prompt_tokens']:.2f}x",
-                f"{r['kv_bytes'] / 1e6:.1f}",
-                f"{r['kv_bytes'] / r['unique_kv_bytes']:.2f}x",
-            )
-        )
     print("\nTTFT later: median over all requests but the first, from when each came.\n")
-    print(table(header, rows))
+    print_columns(results, ("pattern", "side"), COLUMNS)
     done = [r for r in results if "error" not in r]
     for pattern in dict.fromkeys(r["pattern"] for r in done):
         mine = {r["side"]: r for r in done if r["pattern"] == pattern}
         answers = list(zip(*(r["tokens"] for r in mine.values()), strict=True))
         same = sum(len(set(map(tuple, answer))) == 1 for answer in answers)
         line = f"{pattern}: {same}/{len(answers)} answers the same on all sides"
-        if "shared" in mine:
-            for side in ("no sharing", "stock cache"):
-                if side in mine:
-                    ratio = mine[side]["ttft_later_s"]["median"] / mine["shared"]["ttft_later_s"]["median"]
-                    line += f"; TTFT {ratio:.1f}x lower than {side}"
+        for side in ("no sharing", "stock cache") if "shared" in mine else ():
+            if side in mine:
+                ratio = mine[side]["ttft_later_s"]["median"] / mine["shared"]["ttft_later_s"]["median"]
+                line += f"; TTFT {ratio:.1f}x lower than {side}"
         print(line)
 
 
@@ -248,15 +236,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure each side of each pattern in a child process; as such a process, measure one of them."""
-    if args.child is not None:
-        print(json.dumps(measure(args, *json.loads(args.child))))
+    """Measure each side of each pattern in a process of its own."""
+    patterns, sides = ((args.pattern,) if args.pattern else PATTERNS), ((args.only,) if args.only else SIDES)
+    cases = [{"side": side, "pattern": pattern} for pattern in patterns for side in sides]
+    results = run_apart("prefix", args, argv, measure, cases)
+    if results is None:
         return 0
-    results = []
-    for pattern in PATTERNS if args.pattern is None else (args.pattern,):
-        for side in SIDES if args.only is None else (args.only,):
-            results.append(measure_apart("prefix", argv, [side, pattern], side=side, pattern=pattern))
-            print(f"{pattern}, {side}: done", file=sys.stderr)
     print_results(results)
     title = f"{args.sharers} requests, a prefix of {args.prefix} tokens: {model_name(args)}"
     write_results(args.out, "prefix", argv, results, PANELS, "pattern", title)

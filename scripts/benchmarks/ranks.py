@@ -16,7 +16,6 @@ import json
 import os
 import random
 import socket
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,15 +27,20 @@ import mlx.core as mx
 import mlx_paged
 from mlx_paged.patches.sharded import shard_head
 
-from .batch import Request, Run, percentiles
 from .models import PRESETS, on_gpu, random_model, vocabulary_of
-from .report import SCRIPT, Panel, positive, table, write_results
+from .report import SCRIPT, Column, Panel, medians, positive, print_columns, write_results
+from .timed_run import Request, Run, percentiles
 
 SECONDS = 150  # limit of a round, after which its processes are killed
 PANELS: tuple[Panel, ...] = (
     ("decode, tokens/s", lambda r: r["decode_tokens_per_s"] or 0.0),
     ("last first token, s", lambda r: r["last_first_s"]),
     ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
+)
+COLUMNS: tuple[Column, ...] = (
+    ("decode tok/s", lambda r: f"{r.get('decode_tokens_per_s', float('nan')):.1f}"),
+    ("last first s", lambda r: f"{r['last_first_s']:.3f}"),
+    ("peak GB", lambda r: f"{r['peak_bytes'] / 1e9:.2f}"),
 )
 WARM = 16  # most tokens of the warm-up before a measured run
 
@@ -126,18 +130,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     sides = [("stock", 2), ("paged", 2)] * args.rounds + [("paged", 1)]
     results = [figures for side in sides for figures in run_round(*side, argv, args.out)]
-    good = [each for each in results if "error" not in each]
-    rows = []
-    for side, case in dict.fromkeys((each["side"], each["case"]) for each in good):
-        mine = [each for each in good if (each["side"], each["case"]) == (side, case)]
-        rates = [rate for each in mine if (rate := each["decode_tokens_per_s"]) is not None]
-        first, peak = (statistics.median(each[key] for each in mine) for key in ("last_first_s", "peak_bytes"))
-        rows.append(
-            [side, case, f"{statistics.median(rates):.1f}" if rates else "-", f"{first:.3f}", f"{peak / 1e9:.2f}"]
-        )
-    print(table(("side", "rows", "decode tok/s", "last first s", "peak GB"), rows))
+    print_columns(medians(results, ("side", "case")), ("side", "case"), COLUMNS)
     for each in results:
         if "error" in each:
             print(f"{each['side']}: {each['error']}", file=sys.stderr)
     write_results(args.out, "ranks", argv, results, PANELS, "case", args.random)
-    return int(len(good) < len(results))
+    return int(any("error" in each for each in results))

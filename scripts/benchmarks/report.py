@@ -24,6 +24,8 @@ from mlx_paged.config import parse_block_size, parse_kernel, parse_kv_bits, pars
 SCRIPT = Path(__file__).parents[1] / "bench.py"
 # A panel of a figure: its title, and the height of a result's bar in it.
 Panel = tuple[str, Callable[[dict[str, Any]], float]]
+# A column of a table: its title, and a result's cell in it.
+Column = tuple[str, Callable[[dict[str, Any]], str]]
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,37 +73,31 @@ def patch_anew(args: argparse.Namespace) -> None:
     mlx_paged.apply_patches(PagedConfig(args.kv_block_size, args.kv_cache_memory, args.kernel, **options))
 
 
-def measure_apart(command: str, argv: Sequence[str], child: Sequence[Any], **labels: Any) -> dict[str, Any]:
-    """Run a subcommand with ``--child`` in a process of its own; return its JSON, or ``labels`` and an error."""
-    process = [sys.executable, str(SCRIPT), command, *argv, "--child", json.dumps(child)]
-    done = subprocess.run(process, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return {**labels, "error": f"exit status {done.returncode}: {last}"}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+def run_apart(
+    command: str, args: argparse.Namespace, argv: Sequence[str], measure: Callable[..., dict[str, Any]],
+    cases: Sequence[dict[str, Any]],
+) -> list[dict[str, Any]] | None:  # fmt: skip
+    """Return what ``measure(args, **case)`` returns for each case in a process of its own, or the case and an error.
+    As such a process (``--child``), print it and return None."""
+    if args.child is not None:
+        print(json.dumps(measure(args, **json.loads(args.child))))
+        return None
+    results: list[dict[str, Any]] = []
+    for case in cases:
+        process = [sys.executable, str(SCRIPT), command, *argv, "--child", json.dumps(case)]
+        done = subprocess.run(process, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            results.append(json.loads(done.stdout.strip().splitlines()[-1]))
+        else:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            results.append({**case, "error": f"exit status {done.returncode}: {last}"})
+        print(", ".join(map(str, case.values())), "done", file=sys.stderr, flush=True)
+    return results
 
 
 def dispatch_counts() -> dict[str, int]:
     """Return how often attention took each path, and why."""
     return {f"{d.path}: {d.reason}": count for d, count in mlx_paged.dispatch_counts().items()}
-
-
-def spread(samples: Sequence[float]) -> dict[str, Any]:
-    """Return median, extremes and the samples themselves."""
-    return {"median": statistics.median(samples), "min": min(samples), "max": max(samples), "samples": list(samples)}
-
-
-def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
-    """Return the spread of the ratios of paired samples."""
-    return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
-
-
-def show(values: dict[str, Any] | None, digits: int = 2) -> str:
-    """Return ``median (min..max)``, or a dash."""
-    if values is None:
-        return "-"
-    return f"{values['median']:.{digits}f} ({values['min']:.{digits}f}..{values['max']:.{digits}f})"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -110,6 +106,35 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def print_columns(results: Sequence[dict[str, Any]], labels: Sequence[str], columns: Sequence[Column]) -> None:
+    """Print a line for each result: the fields that are labels, then its columns, or its error."""
+    rows = []
+    for result in results:
+        if "error" in result:
+            cells = [result["error"][:60], *[""] * (len(columns) - 1)]
+        else:
+            cells = [show(result) for _, show in columns]
+        rows.append([*(str(result.get(label, "")) for label in labels), *cells])
+    print(table([*labels, *(title for title, _ in columns)], rows))
+
+
+def medians(results: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the medians of all numbers of results that have the same labels, without those that failed; None where a
+    number is missing in all of them."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        if "error" not in result:
+            groups.setdefault(tuple(result[label] for label in labels), []).append(result)
+    found = []
+    for key, mine in groups.items():
+        fields = {name for each in mine for name, value in each.items() if isinstance(value, int | float)}
+        values = {name: [each[name] for each in mine if each.get(name) is not None] for name in fields}
+        found.append(
+            {**{name: statistics.median(each) for name, each in values.items()}, **dict(zip(labels, key, strict=True))}
+        )
+    return found
 
 
 def _cpu_name() -> str:

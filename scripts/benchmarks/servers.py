@@ -23,7 +23,6 @@ import os
 import random
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,7 @@ from mlx.utils import tree_flatten
 from transformers import AutoTokenizer
 
 from .models import PRESETS, SEED, BenchError, random_model
-from .report import Panel, add_out_argument, list_of, positive, table, write_results
+from .report import Column, Panel, add_out_argument, list_of, medians, positive, print_columns, write_results
 
 PANELS: tuple[Panel, ...] = (
     ("tokens/s", lambda r: r["tokens_per_s"]),
@@ -49,6 +48,19 @@ PANELS: tuple[Panel, ...] = (
 TURN_PANELS: tuple[Panel, ...] = (
     ("prompt tokens computed", lambda r: r["computed_tokens"]),
     ("first token, s", lambda r: r["first_s"]),
+)
+COLUMNS: tuple[Column, ...] = (
+    ("tokens/s", lambda r: f"{r['tokens_per_s']:.1f}"),
+    ("CPU ms/token", lambda r: f"{r['cpu_ms_per_token']:.2f}"),
+    ("last first, s", lambda r: f"{r['last_first_s']:.3f}"),
+)
+TURN_COLUMNS: tuple[Column, ...] = (
+    ("prompt", lambda r: str(r["prompt_tokens"])),
+    ("new", lambda r: str(r["new_tokens"])),
+    ("computed", lambda r: str(r["computed_tokens"])),
+    ("first, s", lambda r: f"{r['first_s']:.2f}"),
+    ("CPU s", lambda r: f"{r['cpu_s']:.2f}"),
+    ("checkpoint bytes", lambda r: str(r["checkpoint_bytes"])),
 )
 SIDES = {"stock": ("mlx_lm", "server"), "paged": ("mlx_paged.server",)}
 SECONDS = 120  # limit for a server to become ready
@@ -232,15 +244,12 @@ def run_turns(args: argparse.Namespace) -> list[dict[str, Any]]:
     with running(args) as servers:
         for server in servers:
             results += converse(server, tokenizer, args)
-    names = ("turn", "side", "prompt_tokens", "new_tokens", "computed_tokens", "first_s", "cpu_s", "checkpoint_bytes")
-    lines = [
-        [f"{each[name]:.2f}" if name.endswith("_s") else str(each[name]) for name in names]
-        for each in sorted(results, key=lambda each: each["turn"])
-    ]
-    print(table(names, lines))
+    print_columns(sorted(results, key=lambda each: each["turn"]), ("turn", "side"), TURN_COLUMNS)
     for side in args.sides:
         mine = [each for each in results if each["side"] == side]
-        sums = {name: sum(each[name] for each in mine) for name in names[3:7]}
+        sums = {
+            name: sum(each[name] for each in mine) for name in ("new_tokens", "computed_tokens", "first_s", "cpu_s")
+        }
         print(f"{side}: " + ", ".join(f"{name} {value:,.1f}" for name, value in sums.items()))
     return results
 
@@ -289,14 +298,5 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> None:
                 for server in servers if number % 2 == 0 else reversed(servers):
                     figures = measured(server, prompts, args.answer)
                     results.append({"side": server.side, "chats": count, "round": number, **figures})
-    lines = []
-    for count in args.chats:
-        mine = {side: [r for r in results if r["side"] == side and r["chats"] == count] for side in args.sides}
-        for side, rounds in mine.items():
-            each = [f"{r['tokens_per_s']:.1f}" for r in rounds]
-            rate = statistics.median(r["tokens_per_s"] for r in rounds)
-            cpu = statistics.median(r["cpu_ms_per_token"] for r in rounds)
-            first = statistics.median(r["last_first_s"] for r in rounds)
-            lines.append([str(count), side, f"{rate:.1f}", " ".join(each), f"{cpu:.2f}", f"{first:.3f}"])
-    print(table(("chats", "server", "tokens/s", "rounds", "CPU ms/token", "last first, s"), lines))
+    print_columns(medians(results, ("chats", "side")), ("chats", "side"), COLUMNS)
     write_results(args.out, "servers", given, results, PANELS, "chats", args.random)

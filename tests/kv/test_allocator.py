@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.errors import BlockStateError
-from mlx_paged.kv.allocator import NULL_BLOCK, BlockAllocator
+from mlx_paged.kv.allocator import NULL_BLOCK, SPACING, BlockAllocator
 from mlx_paged.kv.budget import Append, PoolBudget
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
@@ -32,6 +32,21 @@ def test_ids_are_handed_out_lowest_first_and_never_the_null_block() -> None:
     assert allocator.allocate(2) == [2, 4]
     allocator.grow(8)
     assert allocator.allocate(3) == [5, 6, 7]
+
+
+def test_consecutive_blocks_follow_the_last_one_or_leave_room_around_them() -> None:
+    allocator = allocator_of(100)
+    assert allocator.find(3, NULL_BLOCK) == 1
+    assert allocator.allocate(3, 1) == [1, 2, 3]
+    assert allocator.find(2, 3) == 4
+    second = allocator.find(2, NULL_BLOCK)
+    assert second == 4 + SPACING
+    assert allocator.allocate(2, second) == [second, second + 1]
+    assert allocator.find(SPACING, 3) == 4
+    assert allocator.find(SPACING + 1, 3) is None
+    assert allocator.find(90, NULL_BLOCK) is None
+    assert allocator.allocate(2) == [4, 5], "the lowest"
+    allocator.check_integrity([[1, 2, 3], [second, second + 1], [4, 5]])
 
 
 def test_the_null_block_is_skipped() -> None:
@@ -95,10 +110,10 @@ def test_check_integrity_sees_leaks_and_missing_references() -> None:
 def test_check_integrity_sees_a_damaged_free_list_and_count() -> None:
     allocator = allocator_of(4)
     (a,) = allocator.allocate(1)
-    allocator._free.append(a)
-    with pytest.raises(BlockStateError, match="free list"):
+    allocator._held[a] = 0
+    with pytest.raises(BlockStateError, match="the free blocks are not"):
         allocator.check_integrity([[a]])
-    allocator._free.remove(a)
+    allocator._held[a] = 1
     allocator.check_integrity([[a]])
     allocator._num_shared += 1
     with pytest.raises(BlockStateError, match="shared"):

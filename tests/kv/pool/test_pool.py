@@ -67,7 +67,8 @@ def test_write_replaces_only_the_last_reserved_tokens() -> None:
 @pytest.mark.parametrize("through", ["paged_attention", "attend"])
 def test_pooled_prefill_then_decode_matches_dense(through: str) -> None:
     layers, q_heads, kv_heads, dim, vdim, scale = 3, 6, 2, 16, 8, 0.25
-    pool = pool_of(layers=layers)
+    block_bytes = 4 * layers * kv_heads * (dim + vdim) * 4
+    pool = pool_of(layers=layers, memory_budget=36 * block_bytes)  # too few to be consecutive
     others = scatter_free_blocks(pool)
     sequence = SequenceTables(pool)
     caches = [PagedKVCache(sequence, layer) for layer in range(layers)]
@@ -485,7 +486,8 @@ def test_append_token_to_many_tables_equals_appending_to_each(window: int | None
         full = [index for index, table in enumerate(together) if table.length % 4 == 0]
         if (num_unused := pool.groups[0].allocator.num_free - 2) > 0:
             fillers.append(pool.new_table())
-            pool.append_tokens(fillers[-1], 4 * num_unused)
+            fillers[-1].block_ids += pool.allocate(0, num_unused)
+            fillers[-1].length = 4 * num_unused
         without = full[pool.groups[0].allocator.num_free :]
         others = pool.append_token(together)
         assert others == without if window is None else set(others) <= set(without)
