@@ -282,10 +282,10 @@ def test_positions_are_reserved_in_all_groups_or_in_none() -> None:
     stats = pool.stats()
     original = pool.allocate
 
-    def fails_in_the_second_group(group: int, count: int) -> list[int]:
+    def fails_in_the_second_group(group: int, count: int, after: int | None = None) -> list[int]:
         if group == 1:
             raise OSError("injected")
-        return original(group, count)
+        return original(group, count, after)
 
     pool.allocate = fails_in_the_second_group  # type: ignore[method-assign]
     with pytest.raises(OSError, match="injected"):

@@ -13,7 +13,6 @@ import pytest
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import BlockStateError, GeometryError, PoolExhaustedError, TrimError
 from mlx_paged.kv.attention_params import AttentionParams
@@ -326,17 +325,3 @@ def test_thousands_of_short_lived_caches_reuse_the_same_blocks() -> None:
 def test_repr_names_layer_offset_and_table() -> None:
     paged, _ = filled(None, (6,))
     assert repr(paged) == "PagedKVCache(layer=0, offset=6, BlockTable(length=6, starts=[0], blocks=[2]))"
-
-
-def test_an_empty_pool_takes_the_dtype_of_new_keys() -> None:
-    (first,) = caches_of()
-    pool, part = first.pool, kv(1, 5, mx.float16)
-    first.update(*kv(0, 5))
-    second = PagedKVCache(SequenceTables(pool), 0)
-    second.update(*part)
-    assert second.keys_and_values()[0].dtype == mx.float32, "cast, as in mlx-lm's caches"
-    del first, second
-    third = PagedKVCache(SequenceTables(pool), 0)
-    third.update(*part)
-    assert_same(third.keys_and_values(), part)
-    pool.check_integrity()

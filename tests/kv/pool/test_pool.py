@@ -486,7 +486,7 @@ def test_append_token_to_many_tables_equals_appending_to_each(window: int | None
         full = [index for index, table in enumerate(together) if table.length % 4 == 0]
         if (num_unused := pool.groups[0].allocator.num_free - 2) > 0:
             fillers.append(pool.new_table())
-            fillers[-1].block_ids += pool.allocate(0, num_unused)
+            fillers[-1].block_ids[0] += pool.allocate(0, num_unused)
             fillers[-1].length = 4 * num_unused
         without = full[pool.groups[0].allocator.num_free :]
         others = pool.append_token(together)
@@ -518,10 +518,10 @@ def test_append_token_that_fails_leaves_all_tables_unchanged(monkeypatch: pytest
     calls, free = iter(range(9)), pool.groups[0].allocator.num_free
     allocate = BlockPool.allocate
 
-    def fail_at_first(self: BlockPool, group: int, count: int) -> list[int]:
+    def fail_at_first(self: BlockPool, group: int, count: int, after: int | None = None) -> list[int]:
         if next(calls) == 0:
             raise MemoryError
-        return allocate(self, group, count)
+        return allocate(self, group, count, after)
 
     monkeypatch.setattr(BlockPool, "allocate", fail_at_first)
     with pytest.raises(MemoryError):
