@@ -111,11 +111,7 @@ class Driver:
         return True
 
     def fail_next_allocation(self) -> None:
-        original = self.pool.allocate
-
-        def allocate(group: int, count: int) -> list[int]:
-            if not count:
-                return original(group, count)
+        def allocate(group: int, count: int, after: int | None = None) -> list[int]:
             del self.pool.allocate
             self.faults += 1
             raise OSError("injected: allocation")
