@@ -183,7 +183,7 @@ class PoolMemory:
         if first is not None:
             return first
         spaced = count + 2 * SPACING
-        if after == NULL_BLOCK and self._fits(index, spaced):
+        if after == NULL_BLOCK and allocator.num_live and self._fits(index, spaced):
             self.grow(index, allocator.num_free + spaced)
         elif count > allocator.num_free:
             self.grow(index, count)

@@ -94,11 +94,11 @@ def test_metrics_can_be_parsed_by_prometheus() -> None:
     stats.requests["ok"] += 1
     stats.count(prompt_tokens=8, cached_tokens=2)
     memory = {"used_bytes": 5, "limit_bytes": 10, "source": "system", "watermark": 0.95, "pressure": "none"}
-    pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict() | {"state_bytes": 96, "checkpoint_bytes": 64}
+    pool = BlockPool([LayerGroup((0,))], block_size=4).stats().as_dict() | {"checkpoint_bytes": 64}
     told = {**report(stats), "health": {"status": "draining", "memory": memory}, "pool": pool}
     families = {f.name: f for f in text_string_to_metric_families(ServerStats().metrics(told).decode())}
     expected = {"draining": 1, "memory_used_bytes": 5, "memory_limit_bytes": 10}
-    expected |= {"pool_state_bytes": 96, "pool_checkpoint_bytes": 64}
+    expected |= {"pool_checkpoint_bytes": 64}
     assert {name: families[f"mlx_paged_{name}"].samples[0].value for name in expected} == expected
     assert families["mlx_paged_prefix_hit_rate"].samples[0].value == 0.25
     assert {s.labels["outcome"]: s.value for s in families["mlx_paged_requests"].samples}["ok"] == 1

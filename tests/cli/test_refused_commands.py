@@ -60,7 +60,7 @@ REFUSED: list[tuple[tuple[str, ...], int, str]] = [
     (("server", "--port", "-1"), 2, "argument --port: must be from 0 to 65535, got -1\n"),
     (("server", "--max-tokens", "0"), 2, "argument --max-tokens: must be at least 1, got 0\n"),
     (("server", "--model", "./nope"), 78, "model folder ./nope does not exist\n"),
-    (("server", "--prefix-cache-dir", __file__), 78, "test_refusals.py is a file, not a folder\n"),
+    (("server", "--prefix-cache-dir", __file__), 78, "test_refused_commands.py is a file, not a folder\n"),
     ((*SERVER, "--no-prefix-cache", "--prefix-cache-ttl", "1"), 78, "cannot be combined with"),
     ((*SERVER, "--kv-block-size", "7"), 2, "block size must be 8, 16"),
     ((*SERVER, "--kv-rotate"), 78, "kv_rotate requires kv_bits"),
