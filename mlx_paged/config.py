@@ -298,8 +298,8 @@ class PagedConfig:
         LATENCY_MS,
         parse_prefill_latency,
         "Time limit in milliseconds for the prompts of one step while other requests decode or wait, on a Mac and on a "
-        "CPU. The time per token is measured in earlier steps. Lower values keep decoding steady, higher ones speed up "
-        "prompts",
+        "CPU. A step's prompts halve after one that took longer, and double after one that took less than half. Lower "
+        "values keep decoding steady, higher ones speed up prompts",
         "MS",
         more="; see [below](#batches)",
     )

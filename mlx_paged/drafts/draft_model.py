@@ -162,7 +162,7 @@ class DraftModel:
     def propose(
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
-        """Return the draft model's most likely tokens; see :meth:`.proposal.Proposer.propose`."""
+        """Return the draft model's most likely tokens; see :meth:`..engine.proposer.Proposer.propose`."""
         for row in list(self._num_drafted):  # drafts that were not verified
             self._drop_drafts(row)
         if vocab_size is None:  # a draft model with a larger vocabulary might propose tokens that the model lacks
@@ -191,7 +191,7 @@ class DraftModel:
 
     @property
     def seconds_saved(self) -> float:
-        """See :attr:`.proposal.Proposer.seconds_saved`."""
+        """See :attr:`..engine.proposer.Proposer.seconds_saved`."""
         return self.depth.seconds_saved
 
     def _candidate(self, row: Request, share: int) -> Candidate:

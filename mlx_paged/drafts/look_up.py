@@ -212,7 +212,7 @@ class LookUp:
 
     @property
     def seconds_saved(self) -> float:
-        """See :attr:`.proposal.Proposer.seconds_saved`."""
+        """See :attr:`..engine.proposer.Proposer.seconds_saved`."""
         return self.depth.seconds_saved
 
     def add(self, rows: Sequence[Request]) -> None:
@@ -230,7 +230,7 @@ class LookUp:
     def propose(
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
-        """Return as many drafts of the rows as pay; see :meth:`.proposal.Proposer.propose`."""
+        """Return as many drafts of the rows as pay; see :meth:`..engine.proposer.Proposer.propose`."""
         uids = [row.uid for row in rows]
         self.depth.begin(len(rows), is_like_last=uids == self._last and self.depth.caller == id(self))
         self._last, self.depth.caller = uids if is_alone else [], id(self)

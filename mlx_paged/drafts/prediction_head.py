@@ -57,7 +57,7 @@ class PredictionHead(DraftModel):
     def propose(
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
-        """See :meth:`.proposal.Proposer.propose`."""
+        """See :meth:`..engine.proposer.Proposer.propose`."""
         self.hidden.kept = MOST_POSITIONS if self.depth.pays else TRIAL_CONTEXT  # unread ones take memory
         return super().propose(rows, inputs, vocab_size, is_alone=is_alone)
 

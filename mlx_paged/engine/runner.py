@@ -128,7 +128,8 @@ class Runner:
         model: called with tokens and ``cache``, a list of the layers' caches.
 
     Attributes:
-        call: the model.
+        call: the model. Its class is wrapped (patches/models/model_calls.py): on a GPU most decode steps run in
+            :class:`.compiled_step.CompiledStep`.
     """
 
     def __init__(self, model: Callable[..., mx.array]) -> None:

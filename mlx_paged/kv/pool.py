@@ -24,9 +24,8 @@ from .stats import PagedCacheStats, check_group
 class BlockPool:
     """All blocks of a model: allocated, counted by references, written, and gathered back.
 
-    A step of a sequence calls :meth:`append_tokens` once, which reserves positions for all layers of the group, then
-    for each layer :meth:`write_prefill`, or :meth:`write` for several sequences, which write the positions reserved
-    last.
+    A step of a sequence calls :meth:`append_tokens` once, which reserves positions for all layers. Then each layer
+    writes the positions reserved last (:meth:`Group.write`).
 
     Args:
         groups: the groups of layers. Each layer index belongs to exactly one group. Empty: the pool holds states only.
@@ -505,7 +504,7 @@ class BlockPool:
             group.write(self.places[layer][1], tokens, k, v, stored=True)
 
     def gather_visible(self, table: BlockTable, layer: int) -> tuple[mx.array, mx.array]:
-        """Return copies of a layer's keys and values of positions ``logical_start .. length - 1``.
+        """Return copies of a layer's keys and values of the visible positions, up to ``length - 1``.
 
         Returns:
             K ``[1, n_kv_heads, n, k_head_dim]``, V ``[1, n_kv_heads, n, v_head_dim]``.
@@ -516,7 +515,7 @@ class BlockPool:
         return self._gather(table, layer, stored=False)
 
     def read_stored(self, table: BlockTable, layer: int) -> tuple[mx.array, mx.array]:
-        """Return copies of positions ``logical_start .. length - 1`` as the blocks store them, for
+        """Return copies of the visible positions, up to ``length - 1``, as the blocks store them, for
         :meth:`write_stored`: rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised pages, else keys and values.
 
         Raises:

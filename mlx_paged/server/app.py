@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 from starlette.concurrency import run_in_threadpool
@@ -29,9 +29,6 @@ from .requests.fields import MAX_PRIORITY, parsed
 from .requests.pieces import Form, Head
 from .requests.responses import ResponseForm
 from .work import Work
-
-if TYPE_CHECKING:
-    pass
 
 HEALTHY = ("ok", "degraded")  # "ok" is mlx-lm's word
 
