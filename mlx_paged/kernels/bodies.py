@@ -1,8 +1,9 @@
 """BODIES: one record per kernel, with its file, its inputs and its outputs; and the texts made from these files.
 
 A file is a kernel, from top to bottom; those for tensor cores include their rows, partitions and joins. Where the
-kernels of a family differ, it has ``#if`` with the names of their variants. :func:`kernel_text` resolves these, and ``#include`` of another file, so that MLX, which
-processes the whole text at each launch, gets no more than the compiler needs.
+kernels of a family differ, it has ``#if`` with the names of their variants. :func:`kernel_text` resolves these, and
+``#include`` of another file, so that MLX, which processes the whole text at each launch, gets no more than the compiler
+needs.
 """
 
 from __future__ import annotations
