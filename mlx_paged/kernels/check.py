@@ -88,12 +88,13 @@ def decode_difference(variant: Variant) -> float:
     block = variant.block_size
     # Windows of the long row begin in the second half of 64 tokens, where a smallest partition of 32 would see nothing.
     many = [1, block - 1, block, block + 1, 3 * block + 5, 300, 2140, 7, 2 * block]
-    worst = _difference(variant, [300, 5], 2)
-    return max(worst, _difference(variant, many, MAX_QUERY_LENGTH)) if worst < MAX_RMS else worst
+    worst = ragged_difference(variant, [300, 5], 2)
+    return max(worst, ragged_difference(variant, many, MAX_QUERY_LENGTH)) if worst < MAX_RMS else worst
 
 
-def _difference(variant: Variant, contexts: list[int], q_len: int) -> float:
-    """Return the RMS for one case. Raises RuntimeError if the pool holds other bytes than were written."""
+def ragged_difference(variant: Variant, contexts: list[int], q_len: int) -> float:
+    """Return the RMS of :func:`decode_difference` for rows of these lengths in tokens, and 1, then ``q_len`` queries.
+    Raises RuntimeError if the pool holds other bytes than were written."""
     rows, own = _Rows(variant, contexts, q_len), shape_for(variant, kernels.gpu_cores())
     q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)
     out = rows.decode(q, ends, starts)

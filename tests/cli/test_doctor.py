@@ -14,11 +14,11 @@ from mlx_paged.cli.doctor import doctor, products, timing
 from mlx_paged.cli.doctor import kernels as doctor_kernels
 from mlx_paged.cli.doctor.doctor import DEMO_FOLDER, Report, demo_folder
 from mlx_paged.cli.doctor.kernels import Row, rows
-from mlx_paged.cli.doctor.shapes import POPULAR, Shape, all_shapes, popular_shapes
+from mlx_paged.cli.doctor.shapes import POPULAR, Shape, popular_shapes
 from mlx_paged.cuda import narrow_matmul
 from mlx_paged.errors import ConfigError
 from mlx_paged.kernels.check import CheckResult
-from mlx_paged.kernels.launch_shape import DTYPES, HEAD_DIMS, Variant
+from mlx_paged.kernels.launch_shape import DTYPES, Variant
 from scripts import demo_model
 from tests.support.processes import commands
 
@@ -172,11 +172,9 @@ def test_wrong_attention_through_the_pool_fails_its_line(fault: str, monkeypatch
     assert ("attention over the pool differs" if fault == "wrong" else "FAILED: RuntimeError: no memory") in failed.use
 
 
-def test_shapes_cover_every_dtype_and_head_dimension() -> None:
-    few, many = ([*shapes(32)] for shapes in (popular_shapes, all_shapes))
-    assert {shape.dtype for shape in few} == {shape.dtype for shape in many} == set(DTYPES)
-    assert {shape.head_dim for shape in many} == set(HEAD_DIMS) and {shape.gqa for shape in many} == set(range(1, 17))
-    assert len(set(few)) == len(few)
+def test_shapes_cover_every_dtype() -> None:
+    shapes = [*popular_shapes(32)]
+    assert {shape.dtype for shape in shapes} == set(DTYPES) and len(set(shapes)) == len(shapes)
 
 
 @pytest.mark.gpu

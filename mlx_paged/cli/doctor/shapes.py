@@ -1,4 +1,4 @@
-"""Shapes of attention that the doctor and the exhaustive scripts check kernels with."""
+"""Shapes of attention that the doctor checks kernels with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ...kernels.launch_shape import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GQA
+from ...kernels.launch_shape import DTYPES
 
 
 class Shape(NamedTuple):
@@ -65,17 +65,6 @@ def popular_shapes(block_size: int) -> Iterator[Shape]:
     for dtype in DTYPES:
         if dtype != POPULAR_DTYPE:
             yield Shape(dtype, COMMON.head_dim, COMMON.gqa, block_size)
-
-
-def all_shapes(block_size: int) -> Iterator[Shape]:
-    """Yield every dtype, head dimension, GQA ratio and block size; softcap and sinks only with the commonest shape."""
-    for dtype in DTYPES:
-        for extras in ((True, False), (False, True), (True, True)):
-            yield Shape(dtype, COMMON.head_dim, COMMON.gqa, block_size, *extras)
-        for head_dim in HEAD_DIMS:
-            for gqa in range(1, MAX_GQA + 1):
-                for size in BLOCK_SIZES:
-                    yield Shape(dtype, head_dim, gqa, size)
 
 
 def models_of(shape: Shape) -> str:
