@@ -29,7 +29,7 @@ RUNS = [
     *slow(
         ("drafts", *TINY, "--batches", 1, "--made", "1", "--draft-layers", 1, "--num-tokens", 40, *ONCE), single=True
     ),
-    *slow(("engine", "--rows", "1,2", "--nodes", "20,0", "--waiting", 300), single=True),
+    *slow(("engine", "--rows", "1,2", "--nodes", "20"), single=True),
     pytest.param(
         ("ranks", *TINY, "--rows", 2, "--prompt", 20, "--answer", 16, "--rounds", 1), marks=[CPU_ONLY, pytest.mark.slow]
     ),

@@ -1,10 +1,10 @@
-"""What a step of the engine takes of the host around its kernels: by rows, by who waits, by what is cached.
+"""What a step of the engine takes of the host around its kernels: by rows and by what is cached.
 
     python scripts/bench.py engine --rows 1,32,128,256
 
 On any machine: the model does nothing but attend, and kernels are stand-ins that compute nothing (but for the cases of
 pools that MLX itself computes on, as on a CPU). Milliseconds of the thread for a step, the median of some steps.
-Writes engine.json and, of the cases that have rows, engine.png.
+Writes engine.json and engine.png.
 """
 
 from __future__ import annotations
@@ -126,7 +126,6 @@ class Bench:
 
     Args:
         layers: number of layers of the model.
-        running: most rows that decode at once.
         windows: one for each group of layers.
         blocks: memory budget in blocks; None: ample.
         caches_prefixes: whether there is a prefix cache.
@@ -137,7 +136,6 @@ class Bench:
         self,
         layers: int = 16,
         *,
-        running: int = 256,
         windows: Sequence[int | None] = (None,),
         blocks: int | None = None,
         caches_prefixes: bool = False,
@@ -169,7 +167,7 @@ class Bench:
             DecodeBatch(Model(), upstream),
             counters,
             prefill_step_size=2048,
-            completion_batch_size=running,
+            completion_batch_size=1 << 10,
             prefill_batch_size=8,
             prefixes=None if self.prefixes is None else SharedPrefixes(self.prefixes),
             factory=self.fresh,
@@ -182,14 +180,14 @@ class Bench:
     def prompt(self, length: int) -> list[int]:
         return [self._random.randrange(50_000) for _ in range(length)]
 
-    def add(self, count: int, length: int, max_tokens: int = ENDLESS) -> None:
+    def add(self, count: int, length: int) -> None:
         empty = self.fresh()
         for _ in range(count):
             self._uid += 1
             request = Request(
                 self._uid,
                 [self.prompt(length + self._random.randrange(BLOCK) if length > 100 else length)],
-                max_tokens=max_tokens,
+                max_tokens=ENDLESS,
                 caches=empty,
                 history=(),
                 sampler=None,
@@ -235,9 +233,8 @@ def steady(rows: int, windows: Sequence[int | None] = (None,)) -> float:
 
 
 def full(rows: int, nodes: int) -> float:
-    """Measure steps with a full pool, in which each new block evicts a cached one; with no nodes, blocks are free."""
-    per_row = 11 if nodes else 16
-    bench = Bench(4, blocks=nodes + rows * per_row + rows + 2, caches_prefixes=True)
+    """Measure steps with a full pool, in which each new block evicts a cached one."""
+    bench = Bench(4, blocks=nodes + rows * 12 + 2, caches_prefixes=True)
     assert bench.prefixes is not None
     bench.add(rows, 300)
     bench.start()
@@ -251,26 +248,9 @@ def full(rows: int, nodes: int) -> float:
     return bench.steps(2 * BLOCK)
 
 
-def admitted(waiting: int, *, caches_prefixes: bool) -> float:
-    """Measure a step in which 256 prompts of 16 tokens start."""
-    bench = Bench(caches_prefixes=caches_prefixes)
-    bench.add(waiting, 16, max_tokens=4)
-    gc.collect()
-    return bench.step()
-
-
-def joining(waiting: int) -> float:
-    """Measure steps in each of which about 20 prompts of 200 tokens join, towards 120 rows."""
-    bench = Bench(caches_prefixes=True)
-    bench.add(max(waiting, 160), 180, max_tokens=4)
-    bench.step()
-    gc.collect()
-    return statistics.median(bench.step() for _ in range(5))
-
-
 def changing(layers: int, rows: int) -> float:
     """Measure steps in each of which one row leaves and one joins."""
-    bench = Bench(layers, running=rows)
+    bench = Bench(layers)
     bench.add(rows, 33)
     bench.start()
 
@@ -283,25 +263,6 @@ def changing(layers: int, rows: int) -> float:
     return bench.steps(before=change)
 
 
-def held_back(waiting: int) -> float:
-    """Measure steps of 64 rows while the first waiting request does not fit into memory."""
-    bench = Bench(4, blocks=64 * 16)
-    bench.add(64, 200)
-    bench.start()
-    bench.add(1, 20_000)
-    bench.add(waiting - 1, 200)
-    return bench.steps()
-
-
-def cancelled(waiting: int) -> float:
-    bench = Bench(4, running=64, caches_prefixes=True)
-    bench.add(waiting, 50)
-    requests = list(bench.engine.requests.values())  # kept alive, since freeing them is not measured
-    begin = time.thread_time()
-    bench.engine.remove([request.uid for request in requests])
-    return (time.thread_time() - begin) * 1e3
-
-
 def on_host(rows: int) -> float:
     """Measure steps of one layer over blocks in host memory."""
     bench = Bench(1, in_place=False)
@@ -312,35 +273,27 @@ def on_host(rows: int) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=list_of(positive), default=[1, 32, 128, 256])
-    parser.add_argument("--nodes", type=list_of(int), default=[10_000], help="blocks in the prefix cache")
-    parser.add_argument("--waiting", type=positive, default=10_000, help="requests")
+    parser.add_argument("--nodes", type=list_of(positive), default=[10_000], help="blocks in the prefix cache")
     add_out_argument(parser)
 
 
 def run(args: argparse.Namespace, given: Sequence[str]) -> None:
-    rows, nodes, waiting = args.rows, args.nodes, args.waiting
-    most = max(rows)
+    most = max(args.rows)
     results: list[dict[str, Any]] = []
 
     def note(case: str, milliseconds: float, **sizes: int) -> None:
         results.append({"case": case, **sizes, "ms": round(milliseconds, 3)})
 
     with stand_ins():
-        for count in rows:
+        for count in args.rows:
             note("decode", steady(count), rows=count)
             note("decode, two groups", steady(count, (None, 512)), rows=count)
-        for count in rows:
-            for number in nodes if count < most else ():
+        for count in args.rows:
+            for number in args.nodes if count < most else ():
                 note("pool full of prefixes", full(count, number), rows=count, nodes=number)
-        for total in (256, waiting):
-            note("256 start", admitted(total, caches_prefixes=False), waiting=total)
-            note("256 start, prefix cache", admitted(total, caches_prefixes=True), waiting=total)
-            note("20 join in each step", joining(total), waiting=total)
         note("one leaves, one joins, 64 layers", changing(64, most), rows=most)
-        note("no memory for the first", held_back(waiting), rows=64, waiting=waiting)
-        note("cancelled together", cancelled(waiting), waiting=waiting)
-    for count in rows:
+    for count in args.rows:
         note("blocks on the host, one layer", on_host(count), rows=count)
-    columns = ("case", "rows", "nodes", "waiting", "ms")
+    columns = ("case", "rows", "nodes", "ms")
     print(table(columns, [[str(each.get(name, "")) for name in columns] for each in results]))
     write_results(args.out, "engine", given, results, PANELS, "rows", "the host's time", side="case")
