@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -30,12 +29,12 @@ import numpy as np
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.build import DeviceRows
-from mlx_paged.kernels.launch_shape import LaunchShape
 from mlx_paged.kernels.prefill import prepare_prefill
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kernels.shared_runs import Partitions, cut_of, interleaved, items_for, shared_items, shared_rows
-from scripts.support.paged_decode import decode_variants, paged_decode
+from scripts.support.paged_decode import decode_variants
 
+from .models import BenchError
 from .report import Panel, add_out_argument, write_results
 
 Chain = Callable[[int], mx.array]  # builds n dependent launches
@@ -144,85 +143,69 @@ def shuffled_tables(batch: int, length: int) -> mx.array:
     return (mx.random.permutation(batch * blocks).astype(mx.int32) + 1).reshape(batch, blocks)
 
 
-def rows_of(batch: int, position: int) -> mx.array:
-    """Return the same position for each row, in the form that a step uses."""
-    return DeviceRows().of(np.full((batch, 1), position, np.int32))
+def steps_of(tables: mx.array, length: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Return tables, ends and starts of rows of ``length`` tokens, in the form that a step uses."""
+    ends, starts = (DeviceRows().of(np.full((len(tables), 1), n, np.int32)) for n in (length, 0))
+    return tables, ends, starts
 
 
-def pages_of(head_dim: int, bits: Any) -> PageShape:
-    """Return the form of pages of ``bits``, or of a pair of bits for keys and values."""
-    return PageShape.of(head_dim, bits, KV_GROUP_SIZE, DTYPE)
+def pages_of(head_dim: int, bits: Any) -> PageShape | None:
+    """Return the form of pages of ``bits``, or of a pair of bits for keys and values; None: plain."""
+    return None if bits is None else PageShape.of(head_dim, bits, KV_GROUP_SIZE, DTYPE)
 
 
-def pools_of(
-    num_blocks: int, num_kv_heads: int, head_dim: int, sets: int, pages: PageShape | None
-) -> list[tuple[mx.array, ...]]:
+def pools_of(tables: mx.array, n_kv: int, head_dim: int, sets: int, pages: PageShape | None) -> list[list[mx.array]]:
     """Return ``sets`` pairs of pools of keys and values, filled with noise."""
-    shape = (num_blocks, num_kv_heads, BLOCK_SIZE)
+    shape = (tables.size + 1, n_kv, BLOCK_SIZE)
     forms = pages or (None, None)
     return [
-        tuple(noise(*shape, head_dim) if form is None else noise_pages(shape, form) for form in forms)
-        for _ in range(sets)
+        [noise(*shape, head_dim) if form is None else noise_pages(shape, form) for form in forms] for _ in range(sets)
     ]
 
 
-class Cell:
-    """Decode of one (batch, context, head shape)."""
+def chain_of(launch: Callable[..., tuple[mx.array, mx.array]], q: mx.array, pools: Sequence[Any]) -> Chain:
+    """Return the chain of a kernel's launches, each over the next pools."""
+    first = kernels.new_fence()
+    mx.eval(pools, q, first)
 
-    def __init__(self, batch: int, context: int, heads: tuple[int, int, int]) -> None:
-        self.batch, self.context = batch, context
-        self.n_q, self.n_kv, self.head_dim = heads
-        self.kv_bytes = 2 * batch * context * self.n_kv * self.head_dim * DTYPE.size
-        self.sets = sets_for(self.kv_bytes)
-        self.scale = self.head_dim**-0.5
-        self.q = noise(batch, self.n_q, 1, self.head_dim)
-        self.tables = shuffled_tables(batch, context)
-        self.launches = launches_for(self.kv_bytes)
+    def chain(n: int) -> mx.array:
+        x, fence = q, first
+        for i in range(n):
+            x, fence = launch(x, *pools[i % len(pools)], fence)
+        return x
 
-    def paged(self, pages: PageShape | None = None) -> Chain:
-        """Return the chain of the kernel over blocks."""
-        sets = max(1, min(64, int(self.sets * 2 / (2 if pages is None else pages.itemsize))))
-        pools = pools_of(self.tables.size + 1, self.n_kv, self.head_dim, sets, pages)
-        ends, starts = rows_of(self.batch, self.context), rows_of(self.batch, 0)
-        first = kernels.new_fence()
-        mx.eval(pools, self.tables, ends, starts, first)
+    return chain
 
-        def chain(n: int) -> mx.array:
-            q, fence = self.q, first
-            for i in range(n):
-                k, v = pools[i % sets]
-                q, fence = paged_decode(q, k, v, fence, self.tables, ends, starts, scale=self.scale, pages=pages)
-            return q
 
-        return chain
+def dense_chain(q: mx.array, shape: tuple[int, ...], sets: int, mask: str | None = None) -> Chain:
+    """Return the chain of MLX's attention over contiguous keys and values of this shape."""
+    arrays = [(noise(*shape), noise(*shape)) for _ in range(sets)]
+    mx.eval(q, arrays)
 
-    def dense(self) -> Chain:
-        """Return the chain of MLX's attention over contiguous keys and values."""
-        shape = (self.batch, self.n_kv, self.context, self.head_dim)
-        arrays = [(noise(*shape), noise(*shape)) for _ in range(self.sets)]
-        mx.eval(arrays)
+    def chain(n: int) -> mx.array:
+        x = q
+        for i in range(n):
+            x = mx.fast.scaled_dot_product_attention(x, *arrays[i % sets], scale=shape[-1] ** -0.5, mask=mask)
+        return x
 
-        def chain(n: int) -> mx.array:
-            q = self.q
-            for i in range(n):
-                k, v = arrays[i % self.sets]
-                q = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale)
-            return q
-
-        return chain
+    return chain
 
 
 def measure_decode(batch: int, context: int, name: str, copy: float, args: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of each side, and ratios to a device copy and to dense attention."""
-    cell = Cell(batch, context, SHAPES[name])
-    row: dict[str, Any] = {"case": f"{name}, {context}", "side": f"batch {batch}", "kv_bytes": cell.kv_bytes}
-    row["paged_s"] = seconds_per_launch(cell.paged(), cell.launches)
-    for bits in args.kv_bits:
-        pages = pages_of(cell.head_dim, bits)
-        row[f"paged_{pages.k.bits}_{pages.v.bits}_s"] = seconds_per_launch(cell.paged(pages), cell.launches)
-    row["dense_s"] = seconds_per_launch(cell.dense(), cell.launches)
-    row["share_of_copy"] = cell.kv_bytes / row["paged_s"] / copy
-    row["dense_over_paged"] = row["dense_s"] / row["paged_s"]
+    n_q, n_kv, head_dim = SHAPES[name]
+    read, tables = 2 * batch * context * n_kv * head_dim * DTYPE.size, shuffled_tables(batch, context)
+    q, rows, sets = noise(batch, n_q, 1, head_dim), steps_of(tables, context), sets_for(read)
+    row: dict[str, Any] = {"case": f"{name}, {context}", "side": f"batch {batch}", "kv_bytes": read}
+    for bits in (None, *args.kv_bits):
+        pages = pages_of(head_dim, bits)
+        kind, itemsize = ("paged_s", 2) if pages is None else (f"paged_{pages.k.bits}_{pages.v.bits}_s", pages.itemsize)
+        pools = pools_of(tables, n_kv, head_dim, max(1, min(64, int(sets * 2 / itemsize))), pages)
+        launch = kernels.prepare_decode(*pools[0], rows, n_q_heads=n_q, scale=head_dim**-0.5, pages=pages)
+        row[kind] = seconds_per_launch(chain_of(launch, q, pools), launches_for(read))
+        del pools
+    row["dense_s"] = seconds_per_launch(dense_chain(q, (batch, n_kv, context, head_dim), sets), launches_for(read))
+    row["share_of_copy"] = read / row["paged_s"] / copy
     return row
 
 
@@ -232,16 +215,12 @@ def measure_latents(batch: int, context: int, heads: int, copy: float) -> dict[s
     sets = sets_for(read)
     pools = [tuple(noise(tables.size + 1, 1, BLOCK_SIZE, dim) for dim in (RANK, ROPE)) for _ in range(sets)]
     q, scale = noise(batch, heads, 1, RANK + ROPE), (RANK + ROPE) ** -0.5
-    ends, starts, first = rows_of(batch, context), rows_of(batch, 0), kernels.new_fence()
-    mx.eval(pools, tables, q, ends, starts, first)
-    launch = kernels.prepare_decode(*pools[0], (tables, ends, starts), n_q_heads=heads, scale=scale, latent=True)
+    rows = steps_of(tables, context)
+    launch = kernels.prepare_decode(*pools[0], rows, n_q_heads=heads, scale=scale, latent=True)
 
-    def paged(n: int) -> mx.array:
-        x, out, fence = q, q, first
-        for i in range(n):
-            out, fence = launch(x, *pools[i % sets], fence)
-            x = mx.depends(q, out)
-        return out
+    def attend(x: mx.array, *given: mx.array) -> tuple[mx.array, mx.array]:
+        out, fence = launch(x, *given)
+        return mx.depends(q, out), fence
 
     def gathered(n: int) -> mx.array:
         x = q
@@ -253,62 +232,43 @@ def measure_latents(batch: int, context: int, heads: int, copy: float) -> dict[s
         return out
 
     row: dict[str, Any] = {"case": f"{heads} heads, {context}", "side": f"batch {batch}", "kv_bytes": read}
-    row["paged_s"] = seconds_per_launch(paged, launches_for(read))
+    row["paged_s"] = seconds_per_launch(chain_of(attend, q, pools), launches_for(read))
     row["gather_s"] = seconds_per_launch(gathered, 2, repeats=3)
     row["share_of_copy"] = read / row["paged_s"] / copy
     row["paged_flops_per_s"] = 2 * batch * context * heads * (2 * RANK + ROPE) / row["paged_s"]
     return row
 
 
-def measure_shared(
-    batch: int, common: int, own: int, name: str, bits: Any = None, shape: LaunchShape | None = None
-) -> dict[str, Any]:
+def measure_shared(batch: int, common: int, own: int, name: str, bits: Any = None) -> dict[str, Any]:
     """Return seconds of decode attention of rows whose first ``common`` tokens are in the same blocks: each row by
-    itself, and common blocks read once for several rows.
-
-    Args:
-        bits: bits of quantised pages; None: not quantised.
-        shape: launch shape of the kernel for common blocks; None: the default.
-    """
+    itself, and common blocks read once for several rows. ``bits``: of quantised pages; None: plain."""
     n_q, n_kv, head_dim = SHAPES[name]
     length, leading = common + own, common // BLOCK_SIZE
     host = np.array(shuffled_tables(batch, length))
     host[:, :leading] = host[0, :leading]
-    tables, ends, starts = mx.array(host), rows_of(batch, length), rows_of(batch, 0)
-    pages = None if bits is None else pages_of(head_dim, bits)
+    pages = pages_of(head_dim, bits)
     itemsize = DTYPE.size if pages is None else pages.itemsize
     read = int(2 * (common + batch * own) * n_kv * head_dim * itemsize)
-    num_blocks = int(host.max()) + 1
-    sets = min(sets_for(read), max(1, int((8 << 30) // (2 * num_blocks * BLOCK_SIZE * n_kv * head_dim * itemsize))))
-    pools = pools_of(num_blocks, n_kv, head_dim, sets, pages)
-    q, first = noise(batch, n_q, 1, head_dim), kernels.new_fence()
-    mx.eval(pools, tables, ends, starts, q, first)
+    tables = mx.array(host)
+    most = max(1, int((8 << 30) // (2 * tables.size * BLOCK_SIZE * n_kv * head_dim * itemsize)))
+    pools = pools_of(tables, n_kv, head_dim, min(sets_for(read), most), pages)
+    q, rows = noise(batch, n_q, 1, head_dim), steps_of(tables, length)
     given: dict[str, Any] = {"n_q_heads": n_q, "scale": head_dim**-0.5, "pages": pages}
     (plain, *_) = decode_variants(*pools[0], n_q, pages=pages)
     variant, shared = kernels.shared_variant_of(plain), shared_rows(host, [host.shape[1]] * batch, BLOCK_SIZE)
-    launches, chosen = {"paged": kernels.prepare_decode(*pools[0], (tables, ends, starts), **given)}, None
+    launches, chosen = {"paged": kernels.prepare_decode(*pools[0], rows, **given)}, None
     if variant is not None and shared is not None:
-        cut = cut_of(variant, n_kv, shape)
+        cut = cut_of(variant, n_kv)
         seen = Partitions.of(np.full(batch, length), cut.shape)
         chosen = items_for(shared, seen, cut)
         items = mx.array(interleaved(shared_items(shared, seen, cut.shape), cut.at_once) if chosen is None else chosen)
         launches["shared"] = kernels.prepare_decode(
-            *pools[0], (tables, ends, starts), **given, variant=variant, launch_shape=cut.shape, items=items
+            *pools[0], rows, **given, variant=variant, launch_shape=cut.shape, items=items
         )
-
-    def chain_of(launch: kernels.DecodeLaunch) -> Chain:
-        def chain(n: int) -> mx.array:
-            x, fence = q, first
-            for i in range(n):
-                x, fence = launch(x, *pools[i % sets], fence)
-            return x
-
-        return chain
-
     format_ = "" if bits is None else f", {bits} bits"
     row: dict[str, Any] = {"case": f"{name}, {common} + {own}{format_}", "side": f"batch {batch}"}
     for side, launch in launches.items():
-        row[f"{side}_s"] = seconds_per_launch(chain_of(launch), launches_for(read))
+        row[f"{side}_s"] = seconds_per_launch(chain_of(launch, q, pools), launches_for(read))
     row["chosen"] = chosen is not None
     row["speedup"] = row["paged_s"] / row["shared_s" if row["chosen"] else "paged_s"]
     return row
@@ -317,30 +277,16 @@ def measure_shared(
 def measure_prefill(batch: int, count: int, prefix: int, name: str) -> dict[str, Any]:
     """Return seconds of a launch for a pack, and of MLX's attention over dense arrays of the same shapes."""
     n_q, n_kv, head_dim = SHAPES[name]
-    length, scale = count + prefix, head_dim**-0.5
+    length = count + prefix
     flops = 4 * n_q * head_dim * batch * (count * prefix + count * (count + 1) // 2)
     launches = max(2, min(50, int(0.03 * 250e12 / flops)))
     tables = shuffled_tables(batch, length)
-    pools = [noise(tables.size + 1, n_kv, BLOCK_SIZE, head_dim) for _ in "kv"]
-    q, first = noise(batch * count, n_q, 1, head_dim), kernels.new_fence()
-    x, (k, v) = noise(batch, n_q, count, head_dim), (noise(batch, n_kv, length, head_dim) for _ in "kv")
-    mx.eval(pools, tables, q, first, x, k, v)
-    launch = prepare_prefill(*pools, tables, [count] * batch, [length] * batch, n_q_heads=n_q, scale=scale)
-
-    def paged(n: int) -> mx.array:
-        y, fence = q, first
-        for _ in range(n):
-            y, fence = launch(y, *pools, fence)
-        return y
-
-    def dense(n: int) -> mx.array:
-        y = x
-        for _ in range(n):
-            y = mx.fast.scaled_dot_product_attention(y, k, v, scale=scale, mask="causal")
-        return y
-
+    pools = pools_of(tables, n_kv, head_dim, 1, None)
+    launch = prepare_prefill(*pools[0], tables, [count] * batch, [length] * batch, n_q_heads=n_q, scale=head_dim**-0.5)
+    dense = dense_chain(noise(batch, n_q, count, head_dim), (batch, n_kv, length, head_dim), 1, "causal")
     row: dict[str, Any] = {"case": f"{name}, {count} after {prefix}", "side": f"batch {batch}"}
-    row["paged_s"], row["dense_s"] = (seconds_per_launch(chain, launches) for chain in (paged, dense))
+    row["paged_s"] = seconds_per_launch(chain_of(launch, noise(batch * count, n_q, 1, head_dim), pools), launches)
+    row["dense_s"] = seconds_per_launch(dense, launches)
     for side in ("paged", "dense"):
         row[f"{side}_flops_per_s"] = flops / row[f"{side}_s"]
     return row
@@ -371,14 +317,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_out_argument(parser)
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print a line for each case and write the files. Return 2 where the kernel cannot run."""
-    dialect = kernels.backend()
-    on_cuda = args.what == "prefill"
-    if dialect is None or (on_cuda and dialect != "cuda"):
-        needed = "CUDA" if on_cuda else "a GPU"
-        print(f"bench.py kernel: MLX sees no {needed.removeprefix('a ')} here; nothing to measure", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Print a line for each case and write the files. Raises BenchError where the kernel cannot run."""
+    needed = ("cuda",) if args.what == "prefill" else ("cuda", "metal")
+    if kernels.backend() not in needed:
+        raise BenchError(f"MLX sees no GPU here of the kind that {args.what} needs: {' or '.join(needed)}")
     mx.set_default_device(mx.gpu)
     copy = copy_bandwidth()
     print(f"{mx.device_info().get('device_name', '?')}, mlx {mx.__version__}, copy {copy / 1e9:.0f} GB/s")
@@ -399,4 +342,3 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         print(told(row), flush=True)
     title = f"kernels, {args.what}"
     write_results(args.out, "kernel", argv, rows, [PANELS[args.what]], "case", title, copy_bytes_per_s=copy)
-    return 0
