@@ -23,7 +23,7 @@ from tests.support.models.builders import build, prompt_of  # noqa: E402
 ROWS, LAYERS = 2, 4
 
 
-def calls_in_a_step(*, on_device: bool, is_compiled: bool = False) -> Counter[str]:
+def calls_in_a_step(*, on_device: bool) -> Counter[str]:
     """Return the calls of a decode step by function."""
     found: Counter[str] = Counter()
 
@@ -39,7 +39,7 @@ def calls_in_a_step(*, on_device: bool, is_compiled: bool = False) -> Counter[st
             model = build("llama", num_hidden_layers=LAYERS)
             gen = PagedBatchGenerator(model, max_tokens=40)
             gen.insert([prompt_of(9, seed=row).tolist() for row in range(ROWS)])
-            for _ in range(9 if is_compiled else 4):
+            for _ in range(4):
                 gen.next()
             sys.setprofile(note)
             try:

@@ -4,12 +4,13 @@ apply_patches(), alone and in a batch, compares, and writes the table of docs/mo
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import subprocess
 import sys
 import warnings
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,16 +207,14 @@ def attention_of(model: Any) -> str:
     return "blocks" if all(seam) else "blocks, some gathered" if any(seam) else "gathered"
 
 
-STATUSES = ("paged", "partly", "stock", "not built")
 COUNTS = "{paged} paged, {partly} partly paged, {stock} on mlx-lm's own caches, {not_built} that could not be built"
 
 
 def page_of(lines: dict[str, str]) -> str:
     """Return the page with these lines (see :func:`line_of`), by module, in its table."""
     statuses = Counter(line.split(" | ")[1] for line in lines.values())
-    counts = COUNTS.format(
-        **{kind.replace(" ", "_"): statuses[kind] for kind in ("paged", "partly", "stock", "not built")}
-    )
+    kinds = ("paged", "partly", "stock", "not built")
+    counts = COUNTS.format(**{kind.replace(" ", "_"): statuses[kind] for kind in kinds})
     before, head, rest = PAGE.read_text().partition(TABLE)
     table = "".join(lines[name] + "\n" for name in sorted(lines))
     before = re.sub(re.sub(r"\{\w+\}", r"\\d+", COUNTS), counts, before)
@@ -246,35 +245,25 @@ def figure(row: Row, value: float | None) -> str:
     return "tokens differ" if value is None else "0" if value == 0 else f"{value:.0e}"
 
 
-def examine_apart(name: str, num_tokens: int) -> Row:
+def examine_apart(name: str) -> Row:
     """Run :func:`examine` in a process of its own: a crash in a module ends only that process."""
-    command = [sys.executable, __file__, "--json", "--tokens", str(num_tokens), name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    for line in reversed(done.stdout.splitlines()):
-        if line.startswith("{"):
-            return Row(**json.loads(line))
-    return Row(name, "failed", reasons=f"exit status {done.returncode}: {(done.stderr.splitlines() or [''])[-1]}")
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        try:
+            return pool.submit(examine, name).result()
+        except BrokenProcessPool as error:
+            return Row(name, "failed", reasons=str(error))
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", help="names of mlx_lm.models (default: all)")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate after each prompt")
-    parser.add_argument("--json", action="store_true", help="one JSON object per module, in this process")
-    parser.add_argument("--check", action="store_true", help="do not write the page")
-    options = parser.parse_args(arguments)
-    if options.json:
-        for name in options.modules:
-            print(json.dumps(examine(name, options.tokens)._asdict()), flush=True)
-        return 0
+    modules = parser.parse_args().modules
     rows = []
-    for name in options.modules or model_configs.modules():
-        rows.append(examine_apart(name, options.tokens))
-        row = rows[-1]
-        print(line_of(row), flush=True)
-    if not options.check:
-        known = lines_of_page() if options.modules else {}
-        PAGE.write_text(page_of({**known, **{row.module: line_of(row) for row in rows}}))
+    for name in modules or model_configs.modules():
+        rows.append(examine_apart(name))
+        print(line_of(rows[-1]), flush=True)
+    known = lines_of_page() if modules else {}
+    PAGE.write_text(page_of({**known, **{row.module: line_of(row) for row in rows}}))
     return 0 if all(row.agrees for row in rows) else 1
 
 

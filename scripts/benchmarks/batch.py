@@ -110,11 +110,10 @@ def measure(args: argparse.Namespace, side: str, name: str) -> dict[str, Any]:
 
     def generator() -> Any:
         if batch == 1:
-            return SequenceGenerator(model, args.prefill_step_size)
+            return SequenceGenerator(model)
         return importlib.import_module("mlx_lm.generate").BatchGenerator(
-            model, completion_batch_size=batch, prefill_batch_size=min(batch, args.prefill_batch_size),
-            prefill_step_size=args.prefill_step_size,
-        )  # fmt: skip
+            model, completion_batch_size=batch, prefill_batch_size=min(batch, 8), prefill_step_size=2048
+        )
 
     rng, vocabulary = random.Random(SEED), vocabulary_of(model)
     requests = [Request([rng.randrange(vocabulary) for _ in range(n)], args.decode_tokens) for n in case.lengths]
@@ -208,8 +207,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode-tokens", type=positive, default=64, help="tokens of each request")
     add("--only", choices=SIDES, default=None, help="skip the other side")
     add("--repeats", type=positive, default=1, help="runs of a case in its process")
-    add("--prefill-step-size", type=positive, default=2048)
-    add("--prefill-batch-size", type=positive, default=8)
     add_pool_arguments(parser)
 
 

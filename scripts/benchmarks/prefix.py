@@ -77,8 +77,8 @@ class Server:
         self.side, self.args = side, args
         options = {
             "completion_batch_size": args.sharers,
-            "prefill_batch_size": min(args.sharers, args.prefill_batch_size),
-            "prefill_step_size": args.prefill_step_size,
+            "prefill_batch_size": min(args.sharers, 8),
+            "prefill_step_size": 2048,
         }
         self.cache: Any = None
         self.computed = self.peak_nbytes = 0
@@ -230,8 +230,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode-tokens", type=positive, default=16, help="tokens of each answer")
     add("--only", choices=SIDES, default=None)
     add("--pattern", choices=PATTERNS, default=None, help="only this one")
-    add("--prefill-step-size", type=positive, default=2048)
-    add("--prefill-batch-size", type=positive, default=8)
     add_pool_arguments(parser)
 
 

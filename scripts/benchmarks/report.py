@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,6 +17,7 @@ import mlx.core as mx
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.cli.doctor.doctor import facts
 from mlx_paged.config import parse_block_size, parse_kernel, parse_kv_bits, parse_kv_group_size, parse_memory
 
 SCRIPT = Path(__file__).parents[1] / "bench.py"
@@ -137,33 +136,11 @@ def medians(results: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[di
     return found
 
 
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    if sys.platform == "darwin":
-        name = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
-        if name.returncode == 0:
-            return name.stdout.strip()
-    return platform.processor() or platform.machine()
-
-
 def machine() -> dict[str, Any]:
     """Return the hardware, system and versions that figures depend on."""
-    on_gpu = mx.default_device() == mx.Device(mx.gpu)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "device": "gpu" if on_gpu else "cpu",
-        "gpu": mx.device_info().get("device_name") if on_gpu else None,
-        "cpu": _cpu_name(),
-        "cores": usable,
-        "os": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "mlx_paged")},
-        "load_average": list(os.getloadavg()),
-    }
+    cpu = mx.device_info(mx.Device(mx.cpu)).get("device_name")
+    return {**facts(), "cpu": cpu, "usable cores": usable, "load average": list(os.getloadavg())}
 
 
 def write_results(
@@ -184,9 +161,9 @@ def write_results(
     out.mkdir(parents=True, exist_ok=True)
     for result in results:
         result.pop("tokens", None)
-    facts = {"machine": machine(), "arguments": list(argv), "results": results, **more}
-    (out / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    title = f"{title}, {facts['machine']['gpu'] or facts['machine']['device']}"
+    written = {"machine": machine(), "arguments": list(argv), "results": results, **more}
+    (out / f"{name}.json").write_text(json.dumps(written, indent=1) + "\n")
+    title = f"{title}, {written['machine']['device']}"
     _plot_bars([r for r in results if by in r and "error" not in r], out / f"{name}.png", title, panels, by, side)
 
 

@@ -23,15 +23,15 @@ class Request(NamedTuple):
 class SequenceGenerator:
     """mlx-lm's ``generate_step``, called like its batch generator, for one request."""
 
-    def __init__(self, model: Any, prefill_step_size: int) -> None:
-        self._model, self._chunk = model, prefill_step_size
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self._steps: Iterator[Any] = iter(())
         self._left = 0
 
     def insert_segments(self, segments: list[list[list[int]]], max_tokens: list[int]) -> list[int]:
         (prompt,), (self._left,) = segments[0], max_tokens
         self._steps = importlib.import_module("mlx_lm.generate").generate_step(
-            mx.array(prompt), self._model, max_tokens=self._left, prefill_step_size=self._chunk
+            mx.array(prompt), self._model, max_tokens=self._left, prefill_step_size=2048
         )
         return [0]
 

@@ -1,4 +1,4 @@
-"""Conversion of a Llama-type model from a GGUF file to a folder that mlx-lm reads."""
+"""Conversion of SmolLM2 from a GGUF file to a folder that mlx-lm reads."""
 
 from __future__ import annotations
 
@@ -27,14 +27,11 @@ _LAYER_NAMES = {
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the Llama-type model in the file ``gguf`` to ``folder`` in the form that ``mlx_lm.load`` reads.
+    """Write the model in the file ``gguf`` to ``folder`` in the form that ``mlx_lm.load`` reads.
 
     Quantised tensors keep their bits: MLX's affine quantisation holds Q4_1 and Q8_0. Everything else, scales included,
     becomes float32, and with it the activations: it loses nothing, and on a CPU MLX's quantised matrix product is
     some 30 times slower in float16.
-
-    Raises:
-        ValueError: If the file holds something other than such a model.
     """
     import mlx.core as mx
 
@@ -69,9 +66,6 @@ def _scalar(value: Any) -> Any:
 
 
 def _model_config(metadata: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
-    if metadata["general.architecture"] != "llama":
-        raise ValueError(f"architecture {metadata['general.architecture']!r} is not llama")
-
     def get(key: str) -> Any:
         return _scalar(metadata[key])
 
@@ -111,8 +105,6 @@ def _quantization(weights: Mapping[str, Any]) -> dict[str, Any]:
         module, _, kind = name.rpartition(".")
         if kind == "scales":
             bits[module] = weights[f"{module}.weight"].shape[-1] * 32 // (scales.shape[-1] * GGUF_BLOCK)
-    if not bits:
-        raise ValueError("no quantised tensors")
     common = Counter(bits.values()).most_common(1)[0][0]
     quantization: dict[str, Any] = {"group_size": GGUF_BLOCK, "bits": common, "mode": "affine"}
     for module, width in bits.items():
@@ -125,9 +117,6 @@ def _write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` from the GGUF file's tokenizer metadata."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    kind = (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"])
-    if kind != ("gpt2", "smollm"):
-        raise ValueError(f"tokenizer {kind} is not ('gpt2', 'smollm')")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata["tokenizer.ggml.token_type"].tolist()
     merges: list[tuple[str, str]] = []
@@ -145,8 +134,6 @@ def _write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
         if token_type in (TOKEN_CONTROL, TOKEN_USER_DEFINED):
             added[i] = AddedToken(token, normalized=False, special=token_type == TOKEN_CONTROL)
     tokenizer.add_tokens(list(added.values()))
-    if tokenizer.get_vocab_size() != len(tokens):
-        raise ValueError("the tokenizer's vocabulary has duplicate tokens")
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
 
     def named(role: str) -> str:

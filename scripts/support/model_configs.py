@@ -245,7 +245,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "ministral3": {**_MIXED_LAYERS, "rope_parameters": _LLAMA4_SCALE},
     "mistral3": {"text_config": ("ministral3", {})},
-    "mistral4": {"rope_parameters": {**_LLAMA4_SCALE}, "rope_scaling": None},
+    "mistral4": {"rope_parameters": {**_LLAMA4_SCALE}},
     "muse_glimmer": {**_MIXED_LAYERS},
     "muse_spark": {
         "text_config": {
