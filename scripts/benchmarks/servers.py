@@ -28,7 +28,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +59,6 @@ TURN_COLUMNS: tuple[Column, ...] = (
     ("computed", lambda r: str(r["computed_tokens"])),
     ("first, s", lambda r: f"{r['first_s']:.2f}"),
     ("CPU s", lambda r: f"{r['cpu_s']:.2f}"),
-    ("checkpoint bytes", lambda r: str(r["checkpoint_bytes"])),
 )
 SIDES = {"stock": ("mlx_lm", "server"), "paged": ("mlx_paged.server",)}
 SECONDS = 120  # limit for a server to become ready
@@ -134,12 +132,6 @@ class Server:
             return float("nan")
         fields = stat.read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def checkpoint_bytes(self) -> int:
-        """Return the bytes of checkpoints in ``/metrics`` of mlx_paged's server."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as page:
-            lines = page.read().decode().splitlines()
-        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("mlx_paged_pool_checkpoint_bytes"))
 
     def chat(self, messages: Sequence[dict[str, str]], num_tokens: int) -> Answer:
         """Return the answer to a chat."""
@@ -224,7 +216,6 @@ def converse(server: Server, tokenizer: Any, args: argparse.Namespace) -> list[d
                 "computed_tokens": prompt_tokens - cached,
                 "first_s": answer.first_s,
                 "cpu_s": used,
-                "checkpoint_bytes": server.checkpoint_bytes() if server.side == "paged" else 0,
             }
         )
         messages.append({"role": "assistant", "content": answer.text})

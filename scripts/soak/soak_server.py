@@ -11,9 +11,7 @@ what it keeps for work to come. At the end the script exits with 1 unless
 - every block that is held is held by the prefix cache;
 - resident memory at rest has grown by no more than 2 % since the first round, which is there to warm up: in it every
   kind of request has been answered, requests have been preempted, and blocks evicted. Where a round has few requests,
-  as on a busy machine, those before it warm up as well, and do not count. At rest the process holds what
-  it holds; at work, MLX keeps freed buffers for the next step, of which there are more or fewer at any moment, some
-  tens of megabytes. What was resident at work is told as well, by rounds.
+  as on a busy machine, those before it warm up as well, and do not count.
 
 The figures are printed as JSON.
 """
@@ -24,7 +22,6 @@ import argparse
 import json
 import random
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,7 +40,6 @@ from tests.support.processes.server_process import ServerProcess
 
 FLAT = 0.02
 WARM_REQUESTS = 50  # per client, by the end of the first round
-SAMPLE_SECONDS = 2.0
 REST_SECONDS = 10.0  # without work: the server trims its heap after 5
 KINDS = ["whole", "stream", "cancel", "seed", "stop"]
 WORDS = ["the", "river", "bank", "was", "cold", "and", "nobody", "who", "had", "seen", "it", "before", "a", "lamp"]
@@ -65,14 +61,13 @@ class Clients:
     Args:
         server: the server they send to.
         tokens: most tokens of a prompt, and of its answer.
-        seed: seed of their random choices.
     """
 
-    def __init__(self, server: ServerProcess, tokens: int, seed: int) -> None:
+    def __init__(self, server: ServerProcess, tokens: int) -> None:
         self.server, self.tokens = server, tokens
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
         self._lock = threading.Lock()
 
     def run(self, deadline: float) -> None:
@@ -131,12 +126,10 @@ class Round(NamedTuple):
     """Figures of one round.
 
     Attributes:
-        at_work: median resident bytes while clients ran.
         at_rest: resident bytes after the rest.
         warms: whether by its end every kind of request was answered, requests were preempted and blocks evicted.
     """
 
-    at_work: int
     at_rest: int
     warms: bool
 
@@ -149,13 +142,8 @@ def growth(values: list[int]) -> float:
 def run_round(server: ServerProcess, clients: Clients, num_clients: int, seconds: float) -> Round | None:
     """Run clients for ``seconds``, then let the server rest. Return None if the server has ended."""
     deadline = time.monotonic() + seconds
-    samples = []
     with ThreadPoolExecutor(num_clients) as pool:
-        running = [pool.submit(clients.run, deadline) for _ in range(num_clients)]
-        while not all(each.done() for each in running) and server.process.poll() is None:
-            samples.append(resident_bytes(server))
-            time.sleep(SAMPLE_SECONDS)
-        for each in running:
+        for each in [pool.submit(clients.run, deadline) for _ in range(num_clients)]:
             each.result()
     idle_since = time.monotonic()
     while time.monotonic() < idle_since + REST_SECONDS:
@@ -169,15 +157,13 @@ def run_round(server: ServerProcess, clients: Clients, num_clients: int, seconds
     has_all = all(clients.counts[f"{kind} 200"] for kind in KINDS)
     counts = report["pool"]
     warms = has_all and counts["preemptions"] > 0 and counts["evictions"] > 0
-    return Round(int(statistics.median(samples)), resident_bytes(server), warms)
+    return Round(resident_bytes(server), warms)
 
 
-def soak(
-    server: ServerProcess, minutes: float, rounds: int, num_clients: int, tokens: int, seed: int
-) -> dict[str, Any]:
+def soak(server: ServerProcess, minutes: float, rounds: int, num_clients: int, tokens: int) -> dict[str, Any]:
     """Run the rounds. Return the figures, with failures under ``faults``."""
     begin = time.monotonic()
-    clients = Clients(server, tokens, seed)
+    clients = Clients(server, tokens)
     done: list[Round] = []
     faults = clients.faults
     while len(done) < rounds:
@@ -194,7 +180,7 @@ def soak(
     for group in report["blocks"]:
         for state, number in group["runs"]:
             states[state] += number
-    at_rest, at_work = [each.at_rest for each in done], [each.at_work for each in done]
+    at_rest = [each.at_rest for each in done]
     for is_wrong, what in (
         (any(report["running"].values()), "requests are left"),
         (states["l"] or states["s"], f"{states['l'] + states['s']} blocks are held by nobody who is known"),
@@ -213,18 +199,11 @@ def soak(
         "faults": faults[:20],
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "clients": num_clients,
-        "requests": report["server"]["requests"],
         "kinds": dict(sorted(clients.counts.items())),
-        "prompt_tokens": report["server"]["prompt_tokens"],
-        "cached_tokens": report["server"]["cached_tokens"],
-        "generated_tokens": report["server"]["generated_tokens"],
-        "preemptions": pool_figures["preemptions"],
-        "evictions": pool_figures["evictions"],
-        "blocks": {name: pool_figures[f"{name}_blocks"] for name in ("total", "live", "cached", "free")},
+        "server": report["server"],
+        "pool": pool_figures,
         "at_rest_mb": [round(value / 1e6, 1) for value in at_rest],
         "at_rest_growth": round(growth(at_rest), 4),
-        "at_work_mb": [round(value / 1e6, 1) for value in at_work],
-        "at_work_growth": round(growth(at_work), 4),
     }
 
 
@@ -235,7 +214,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="that the time has (default: 5)")
     parser.add_argument("--tokens", type=int, default=4096, help="that the budget holds, about (default: 4096)")
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     folder = tempfile.TemporaryDirectory(prefix="soak")
     start = partial(ServerProcess, args.model, Path(folder.name), cold=True)
@@ -246,7 +224,7 @@ def main() -> None:
     # On average a prompt takes two thirds of this and an answer half, so all clients need twice the budget.
     each = int(2 * args.tokens / args.clients / 1.1)
     try:
-        figures = soak(server, args.minutes, args.rounds, args.clients, each, args.seed)
+        figures = soak(server, args.minutes, args.rounds, args.clients, each)
     finally:
         code = server.stop()
     if code != 0:

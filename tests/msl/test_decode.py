@@ -198,24 +198,6 @@ def test_rows_of_padding_append_nothing(backend, bits):
     assert out[:2].tobytes() == alone.tobytes() and not out[2:].any() and is_written(fake, full)
 
 
-@BOTH
-def test_append_refuses_rows_that_do_not_fit(bits):
-    case = case_of([5, 6], bits)
-    k, v = case.take_out_newest()
-    with emulated():
-        for bad in ((k[:1], v), (k, v[..., :32]), (k.astype(mx.float16), v)):
-            with pytest.raises(ValueError, match="cannot append"):
-                case.run(append=bad)
-        if bits:
-            case.q = case.q.astype(mx.float16)
-            with pytest.raises(ValueError, match="do not fit a pool"):
-                case.run()
-            return
-        case = case_of([5, 6], q_len=2)
-        with pytest.raises(ValueError, match="cannot append"):
-            case.run(append=(k, v))
-
-
 def test_threadgroup_memory_is_bounded():
     bodies = [
         ("paged_decode", DENSE),

@@ -29,4 +29,5 @@ def test_soak_passes_under_load(
     done = commands.run(SCRIPT, "--model", model, *flags, timeout=120 * minutes + 300)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout)
-    assert figures["preemptions"] > 0 and figures["evictions"] > 0 and figures["requests"]["ok"] > num_clients
+    assert figures["pool"]["preemptions"] > 0 and figures["pool"]["evictions"] > 0
+    assert figures["server"]["requests"]["ok"] > num_clients
