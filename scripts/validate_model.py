@@ -7,7 +7,7 @@ Both sides are given the same prompt and then the same tokens, one at a time (th
 single close call does not make everything after it incomparable. Printed for each context: which path attention took,
 the RMS of the difference in logits against their standard deviation, how often both prefer the same token, and the gap
 between stock's first two choices where they do not; then stock against itself with the prompt cut elsewhere: what the
-order of rounding alone makes of it. Fails if mlx_paged differs by more than ``--limit``, or by more than ten times what
+order of rounding alone makes of it. Fails if mlx_paged differs by more than LIMIT, or by more than ten times what
 stock differs from itself and more than a few units of the dtype's precision.
 """
 
@@ -20,15 +20,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from benchmarks.models import DTYPES, PRESETS, BenchError, load_model, random_model
-from benchmarks.report import table
+from benchmarks.report import list_of, positive, table
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.config import parse_block_size, parse_kernel
 
 SEED = 7
-LEAST_LIMIT = 1e-4
+LIMIT, LEAST_LIMIT = 0.1, 1e-4  # RMS, in standard deviations of the logits
 ROUNDING_UNITS = 4
 
 
@@ -69,31 +68,16 @@ def compare(a: np.ndarray, b: np.ndarray) -> Difference:
     return Difference(float(np.sqrt(np.mean((a - b) ** 2)) / deviation), int(same.sum()), gap)
 
 
-def dtype_of(model: Any) -> mx.Dtype:
-    """Return the dtype that the model computes in."""
-    logits = model(mx.zeros((1, 1), mx.uint32))
-    return logits.dtype  # type: ignore[no-any-return]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--random", choices=sorted(PRESETS), default="tiny", help="a model of random weights")
     source.add_argument("--model", help="a model folder")
     parser.add_argument("--dtype", choices=sorted(DTYPES))
-    parser.add_argument("--contexts", default="512,2048")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens after the prompt")
-    parser.add_argument("--chunk", type=int, default=2048, help="prefill step size")
-    parser.add_argument("--kv-block-size", default=32, type=parse_block_size)
-    parser.add_argument("--kernel", default=None, type=parse_kernel, help="auto, on or off")
-    parser.add_argument("--limit", type=float, default=0.1, help="largest RMS, in standard deviations of the logits")
+    parser.add_argument("--contexts", type=list_of(positive), default=[512, 2048], help="tokens of each prompt")
+    parser.add_argument("--tokens", type=positive, default=32, help="tokens after the prompt")
+    parser.add_argument("--chunk", type=positive, default=2048, help="prefill step size")
     args = parser.parse_args()
-    try:
-        contexts = [int(text) for text in args.contexts.split(",")]
-        if min(contexts) < 2 or args.tokens < 1 or args.chunk < 2:
-            raise ValueError
-    except ValueError:
-        parser.error("contexts must be whole numbers of at least 2, tokens and the chunk positive")
     try:
         model = load_model(args.model, args.dtype) if args.model else random_model(args.random, args.dtype)
     except BenchError as error:
@@ -102,17 +86,18 @@ def main() -> int:
     vocab = model.args.vocab_size
     rows, failed = [], 0
     # Attention over tens of thousands of random tokens is so even that stock may give equal bits with other chunks.
-    least = max(LEAST_LIMIT, ROUNDING_UNITS * mx.finfo(dtype_of(model)).eps)
-    for context in contexts:
+    dtype = model(mx.zeros((1, 1), mx.uint32)).dtype
+    least = max(LEAST_LIMIT, ROUNDING_UNITS * mx.finfo(dtype).eps)
+    for context in args.contexts:
         prompt = np.random.default_rng(SEED).integers(0, vocab, context)
         tokens, stock = run(model, prompt, args.chunk, None, args.tokens)
         _, again = run(model, prompt, max(1, args.chunk * 5 // 8), tokens, args.tokens)
-        mlx_paged.apply_patches(PagedConfig(block_size=args.kv_block_size, kernel=args.kernel))
+        mlx_paged.apply_patches(PagedConfig())
         _, paged = run(model, prompt, args.chunk, tokens, args.tokens)
         choice = mlx_paged.last_dispatch()
         mlx_paged.remove_patches()
         own, other = compare(stock, again), compare(stock, paged)
-        bad = not (other.rms <= args.limit and other.rms <= max(10 * own.rms, least))
+        bad = not (other.rms <= LIMIT and other.rms <= max(10 * own.rms, least))
         failed += bad
         rows.append(
             [

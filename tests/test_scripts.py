@@ -222,7 +222,7 @@ runpy.run_path({str(VALIDATE)!r}, run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--contexts", "1"], ["--contexts", "x"], ["--tokens", "0"], ["--model", "/none"]]
+    "arguments", [["--contexts", "0"], ["--contexts", "x"], ["--tokens", "0"], ["--model", "/none"]]
 )
 def test_bad_arguments_are_refused(arguments: list[str]) -> None:
     result = run(*arguments)

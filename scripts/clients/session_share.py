@@ -19,17 +19,16 @@ RULES = "You are a coding agent. " + "Read a file before you edit it, and say wh
 TOOLS = ("Read", "Edit", "Bash", "Grep")
 
 
-def turns(*, is_hostile: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield the bodies of the session; ``is_hostile``: with parts that change for no reason."""
+def turns() -> Iterator[dict[str, Any]]:
+    """Yield the bodies of the session, with parts that change for no reason."""
     schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
     tools = [{"name": name, "description": f"{name} a file of the project.", "input_schema": schema} for name in TOOLS]
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Find out why the tests fail, and mend it."}]
     for number in range(NUM_TURNS):
-        system = [{"type": "text", "text": RULES, "cache_control": {"type": "ephemeral"}}]
-        if is_hostile:
-            header = f"x-anthropic-billing-header: cc_version=2.1.197.{number}; cch={number * 7919:05x};"
-            clock = f"<env>\nThe current time is 2026-11-23 22:{number:02}:07\nPlatform: darwin\n</env>"
-            system = [{"type": "text", "text": header}, {"type": "text", "text": clock}, *system]
+        header = f"x-anthropic-billing-header: cc_version=2.1.197.{number}; cch={number * 7919:05x};"
+        clock = f"<env>\nThe current time is 2026-11-23 22:{number:02}:07\nPlatform: darwin\n</env>"
+        rules = {"type": "text", "text": RULES, "cache_control": {"type": "ephemeral"}}
+        system = [{"type": "text", "text": header}, {"type": "text", "text": clock}, rules]
         yield {"model": "default_model", "max_tokens": 4, "system": system, "messages": list(messages), "tools": tools}
         call = {
             "type": "tool_use",
