@@ -34,7 +34,7 @@ class Preset(NamedTuple):
     module: Any
     dtype: str
     args: dict[str, Any]
-    tied: bool = False
+    tied: bool
 
 
 def _shape(hidden: int, layers: int, heads: str, head_dim: int, intermediate: int, vocab: int) -> dict[str, Any]:
@@ -52,73 +52,54 @@ def _shape(hidden: int, layers: int, heads: str, head_dim: int, intermediate: in
     }
 
 
+def _preset(module: Any, dtype: str, shape: dict[str, Any], *, tied: bool = False, **more: Any) -> Preset:
+    """Return a preset of a module that has its model type's name."""
+    return Preset(module, dtype, {"model_type": module.__name__.rpartition(".")[2], **shape, **more}, tied)
+
+
 # hidden, layers, query/KV heads, head dimension, MLP, vocabulary.
 PRESETS = {
-    "tiny": Preset(llama, "float32", {"model_type": "llama"} | _shape(128, 2, "4/2", 64, 256, 512)),
+    "tiny": _preset(llama, "float32", _shape(128, 2, "4/2", 64, 256, 512)),
     # Computes next to nothing, so a step takes the host's time.
-    "deep": Preset(
-        llama, "float32", {"model_type": "llama", "tie_word_embeddings": False} | _shape(64, 32, "4/2", 16, 64, 512)
+    "deep": _preset(llama, "float32", _shape(64, 32, "4/2", 16, 64, 512), tie_word_embeddings=False),
+    "llama-22m": _preset(llama, "float32", _shape(256, 8, "8/4", 32, 1024, 49152)),
+    "llama-135m": _preset(llama, "float32", _shape(576, 30, "9/3", 64, 1536, 49152)),
+    "llama-1b": _preset(llama, "bfloat16", _shape(2048, 16, "32/8", 64, 8192, 128256)),
+    "llama-8b": _preset(
+        llama, "bfloat16", _shape(4096, 32, "32/8", 128, 14336, 128256), tie_word_embeddings=False, rope_theta=5e5
     ),
-    "llama-22m": Preset(llama, "float32", {"model_type": "llama"} | _shape(256, 8, "8/4", 32, 1024, 49152)),
-    "llama-135m": Preset(llama, "float32", {"model_type": "llama"} | _shape(576, 30, "9/3", 64, 1536, 49152)),
-    "llama-1b": Preset(llama, "bfloat16", {"model_type": "llama"} | _shape(2048, 16, "32/8", 64, 8192, 128256)),
-    "llama-8b": Preset(
-        llama,
-        "bfloat16",
-        {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 5e5}
-        | _shape(4096, 32, "32/8", 128, 14336, 128256),
-    ),
-    "qwen3-4b": Preset(
-        qwen3,
-        "bfloat16",
-        {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": 1e6}
-        | _shape(2560, 36, "32/8", 128, 9728, 151936),
+    "qwen3-4b": _preset(
+        qwen3, "bfloat16", _shape(2560, 36, "32/8", 128, 9728, 151936), tie_word_embeddings=True, rope_theta=1e6
     ),
     # A third of the layers of Qwen3 30B-A3B, with half of its experts.
-    "qwen3-moe": Preset(
-        qwen3_moe,
-        "bfloat16",
-        {"model_type": "qwen3_moe", "tie_word_embeddings": False, "rope_theta": 1e6, "norm_topk_prob": True}
-        | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-        | {"decoder_sparse_step": 1, "mlp_only_layers": []}
-        | _shape(2048, 16, "32/4", 128, 6144, 151936),
+    "qwen3-moe": _preset(
+        qwen3_moe, "bfloat16", _shape(2048, 16, "32/4", 128, 6144, 151936), tie_word_embeddings=False, rope_theta=1e6,
+        norm_topk_prob=True, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768, decoder_sparse_step=1,
+        mlp_only_layers=[],
     ),
     # Very narrow layers of Qwen3.5's kinds, 1 in 4 with full attention.
-    "qwen3.5-tiny": Preset(
-        qwen3_5,
-        "float32",
-        {
-            "model_type": "qwen3_5",
-            "text_config": {"model_type": "qwen3_5_text", "tie_word_embeddings": True, "full_attention_interval": 4}
-            | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
-            | {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-            | _shape(64, 24, "4/2", 16, 128, 49152),
+    "qwen3.5-tiny": _preset(
+        qwen3_5, "float32", {}, text_config={
+            "model_type": "qwen3_5_text", "tie_word_embeddings": True, "full_attention_interval": 4,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 32, "linear_value_head_dim": 32, **_shape(64, 24, "4/2", 16, 128, 49152),
         },
     ),
-    "gemma3-4b": Preset(
-        gemma3_text,
-        "bfloat16",
-        {"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 6}
-        | _shape(2560, 34, "8/4", 256, 10240, 262208),
-        tied=True,
+    "gemma3-4b": _preset(
+        gemma3_text, "bfloat16", _shape(2560, 34, "8/4", 256, 10240, 262208), tied=True,
+        sliding_window=1024, sliding_window_pattern=6,
     ),
-}
+}  # fmt: skip
 
 
 def quantized(model: Any, bits: int | None, group_size: int) -> Any:
-    """Return the model with weights of ``bits`` where rows divide into groups; None leaves it unchanged.
-
-    Raises:
-        BenchError: it has no weight that can be quantised.
-    """
+    """Return the model with weights of ``bits`` where rows divide into groups; None leaves it unchanged."""
     if bits is None:
         return model
 
     def fits(_: str, module: nn.Module) -> bool:
         return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
 
-    if not any(fits(name, module) for name, module in model.named_modules()):
-        raise BenchError(f"the model has no weights that can be quantised in groups of {group_size}")
     nn.quantize(model, group_size, bits, class_predicate=fits)
     return model
 
@@ -173,12 +154,6 @@ def chosen_model(args: argparse.Namespace) -> Any:
         mx.set_cache_limit(CPU_CACHE_LIMIT)
     how = (args.dtype, args.bits, args.group_size)
     return load_model(args.model, *how) if args.model else random_model(args.random or "tiny", *how)
-
-
-def model_name(args: argparse.Namespace) -> str:
-    """Return the model's name in reports."""
-    name = Path(args.model).resolve().name if args.model else args.random or "tiny"
-    return f"{name}{'' if args.bits is None else f', {args.bits} bits'}"
 
 
 def vocabulary_of(model: Any) -> int:
