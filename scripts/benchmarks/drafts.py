@@ -111,7 +111,7 @@ class Made:
     def seconds_saved(self) -> float:
         return self._depth.seconds_saved
 
-    def add(self, rows: Sequence[Request], choice: Any) -> None:
+    def add(self, rows: Sequence[Request]) -> None:
         self.rows.update((row, Acceptance()) for row in rows)
 
     def remove(self, rows: Collection[Request]) -> None:

@@ -129,11 +129,13 @@ def _write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    added = {}
-    for i, (token, token_type) in enumerate(zip(tokens, types, strict=True)):
-        if token_type in (TOKEN_CONTROL, TOKEN_USER_DEFINED):
-            added[i] = AddedToken(token, normalized=False, special=token_type == TOKEN_CONTROL)
-    tokenizer.add_tokens(list(added.values()))
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=kind == TOKEN_CONTROL)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (TOKEN_CONTROL, TOKEN_USER_DEFINED)
+        ]
+    )
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
 
     def named(role: str) -> str:
@@ -143,17 +145,6 @@ def _write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_prefix_space": False,
-        "added_tokens_decoder": {
-            str(i): {
-                "content": token.content,
-                "lstrip": token.lstrip,
-                "normalized": token.normalized,
-                "rstrip": token.rstrip,
-                "single_word": token.single_word,
-                "special": token.special,
-            }
-            for i, token in added.items()
-        },
         "bos_token": named("bos"),
         "eos_token": named("eos"),
         "pad_token": named("padding"),
