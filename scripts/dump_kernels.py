@@ -13,10 +13,10 @@ import argparse
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import mlx.core as mx
@@ -38,31 +38,15 @@ PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'  # MLX puts its text
 INCLUDE = "mlx_include.txt"  # names the folder that the preamble is in
 
 
-class Text(NamedTuple):
-    """A text that MLX would compile.
-
-    Attributes:
-        label: body and address spaces, as file names show them.
-        source: the translation unit without MLX's preamble.
-    """
-
-    label: str
-    source: str
-
-    @property
-    def file_name(self) -> str:
-        return f"{self.label}-{hashlib.sha256(self.source.encode()).hexdigest()[:12]}.metal"
-
-
 class Recorder:
     """Stand-in for mx.fast.metal_kernel that records texts.
 
     Attributes:
-        texts: in the order of the calls, each once.
+        texts: translation units without MLX's preamble, by file name, which shows body and address spaces.
     """
 
     def __init__(self) -> None:
-        self.texts: list[Text] = []
+        self.texts: dict[str, str] = {}
 
     def __call__(
         self, *, name: str, input_names: list[str], output_names: list[str], source: str, header: str, **_: Any
@@ -76,9 +60,8 @@ class Recorder:
                 f"custom_kernel_{name}", header, source, input_names, given, output_names, dtypes, []
             )
             spaces = "".join("c" if size < MIN_DEVICE_ELEMENTS else "d" for _, size, _ in given)
-            recorded = Text(f"{re.sub('_[0-9a-f]{16}$', '', name)}-{dtypes[0]}-{spaces}", text)
-            if recorded not in self.texts:
-                self.texts.append(recorded)
+            label = f"{re.sub('_[0-9a-f]{16}$', '', name)}-{dtypes[0]}-{spaces}"
+            self.texts[f"{label}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.metal"] = text
             return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
         return launch
@@ -165,8 +148,8 @@ def launch_others() -> None:
         launch(*draw_rows.kernel_key(dtype, "metal"), ("positions",))
 
 
-def texts_of(shapes: Sequence[Shape]) -> list[Text]:
-    """Return all texts for these shapes, each once, on a GPU with an unknown number of cores."""
+def texts_of(shapes: Sequence[Shape]) -> dict[str, str]:
+    """Return all texts for these shapes by file name, on a GPU with an unknown number of cores."""
     with recorded() as recorder:
         for shape in shapes:
             launch_shape(shape)
@@ -174,13 +157,13 @@ def texts_of(shapes: Sequence[Shape]) -> list[Text]:
     return recorder.texts
 
 
-def dump(folder: Path, texts: Sequence[Text]) -> None:
+def dump(folder: Path, texts: Mapping[str, str]) -> None:
     """Write one file for each text; delete the old ones first."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.metal"):
         old.unlink()
-    for text in texts:
-        (folder / text.file_name).write_text(PREAMBLE + text.source)
+    for name, text in texts.items():
+        (folder / name).write_text(PREAMBLE + text)
     (folder / INCLUDE).write_text(f"{Path(mx.__file__).resolve().parent / 'include'}\n")
 
 
