@@ -22,7 +22,6 @@ import argparse
 import importlib
 import random
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +40,7 @@ from .report import (
     run_apart,
     write_results,
 )
+from .timed_run import Request, Run
 
 COLUMNS: tuple[Column, ...] = (
     ("TTFT first, s", lambda r: f"{r['ttft_first_s']:.3f}"),
@@ -87,7 +87,10 @@ class Server:
             options["prefixes"] = self.cache.shared_prefixes(KEY, mlx_paged.pool_of(model))
         self.generator = importlib.import_module("mlx_lm.generate").BatchGenerator(model, **options)
 
-    def insert(self, prompt: list[int]) -> int:
+    def insert_segments(self, prompts: list[list[list[int]]], counts: list[int]) -> list[int]:
+        return [self.insert(*segments, count) for segments, count in zip(prompts, counts, strict=True)]
+
+    def insert(self, prompt: list[int], num_tokens: int) -> int:
         segments, caches, told = [prompt], None, [[]]
         if self.side == "stock cache":
             found, rest = self.cache.fetch_nearest_cache(KEY, prompt)
@@ -98,10 +101,10 @@ class Server:
             caches, told = [found], [prompt[:num_cached]]
         elif self.side == "no sharing":
             self.computed += len(prompt)
-        (uid,) = self.generator.insert_segments([segments], [self.args.decode_tokens], caches, told)
+        (uid,) = self.generator.insert_segments([segments], [num_tokens], caches, told)
         return uid
 
-    def next(self) -> list[Any]:
+    def next(self) -> tuple[list[Any], list[Any]]:
         prompts, generated = self.generator.next()
         if self.side == "stock cache":
             ends = [r.uid for r in prompts if r.end_of_segment and not r.end_of_prompt]
@@ -112,36 +115,15 @@ class Server:
                     self.cache.insert_cache(KEY, response.all_tokens[:], response.prompt_cache)
             nbytes = self.cache.nbytes + self.generator.prompt_cache_nbytes
             self.peak_nbytes = max(self.peak_nbytes, nbytes)
-        return generated
+        return prompts, generated
 
 
-def serve(
-    server: Server, prompts: Sequence[list[int]], pattern: str
-) -> tuple[list[float], dict[int, list[int]], float]:
-    """Return the seconds to each request's first token, the tokens, and the seconds until all are done."""
-    begin = time.perf_counter()
-    came: dict[int, float] = {}
-    first: dict[int, float] = {}
-    tokens: dict[int, list[int]] = {}
-    waiting = list(prompts)
-    left = len(prompts)
-
-    def come(count: int) -> None:
-        for _ in range(count):
-            now = time.perf_counter()
-            uid = server.insert(waiting.pop(0))
-            came[uid], tokens[uid] = now, []
-
-    come(1 if pattern == "after" else len(prompts))
-    while left:
-        for response in server.next():
-            now = time.perf_counter()
-            first.setdefault(response.uid, now - came[response.uid])
-            tokens[response.uid].append(response.token)
-            left -= response.finish_reason is not None
-        if waiting and first:
-            come(len(waiting))
-    return [first[uid] for uid in sorted(first)], tokens, time.perf_counter() - begin
+def serve(server: Server, prompts: Sequence[list[int]], pattern: str) -> Run:
+    """Return the run of these requests."""
+    requests = [Request(prompt, server.args.decode_tokens) for prompt in prompts]
+    run = Run(server, requests, leads=pattern == "after")
+    run.go()
+    return run
 
 
 def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]:
@@ -165,21 +147,21 @@ def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]
     mx.reset_peak_memory()
     server = Server(side, model, args)
     pool = mlx_paged.pool_of(model) if paged else None
-    seconds_to_first, tokens, seconds = serve(server, prompts, pattern)
+    run = serve(server, prompts, pattern)
     if side == "shared":
         server.computed = server.generator.computed_prompt_tokens
     kv_bytes = server.peak_nbytes
     if pool is not None:  # groups may reach their peaks at different times
         kv_bytes = sum(group.bytes_per_block * group.allocator.peak_live for group in pool.groups)
     unique = args.prefix + args.sharers * (args.suffix + args.decode_tokens)
-    later = seconds_to_first[1:] or seconds_to_first
+    later = run.first[1:] or run.first
     return {
         "side": side,
         "pattern": pattern,
-        "ttft_first_s": seconds_to_first[0],
+        "ttft_first_s": run.first[0],
         "ttft_later_s": {"median": statistics.median(later), "min": min(later), "max": max(later)},
-        "ttft_s": seconds_to_first,
-        "seconds": seconds,
+        "ttft_s": run.first,
+        "seconds": run.seconds,
         "prompt_tokens": sum(map(len, prompts)),
         "computed_prompt_tokens": server.computed,
         "unique_prompt_tokens": args.prefix + args.sharers * args.suffix,
@@ -188,7 +170,7 @@ def measure(args: argparse.Namespace, side: str, pattern: str) -> dict[str, Any]
         "peak_bytes": mx.get_peak_memory() - weights,
         "pool": None if pool is None else pool.stats().as_dict(),
         "dispatch": dispatch_counts(),
-        "tokens": [tokens[uid] for uid in sorted(tokens)],
+        "tokens": [run.tokens[uid] for uid in sorted(run.tokens)],
     }
 
 

@@ -45,11 +45,11 @@ class SequenceGenerator:
 
 
 class Run:
-    """One run of requests that come together.
+    """One run of requests that come together, or, if the first one ``leads``, when that has its first token.
 
     Attributes:
         seconds: what it took.
-        first: per request, seconds to its first token.
+        first: per request, in the order of their first tokens, seconds from when it came to that.
         last_first: seconds until all requests had one.
         first_finish: seconds to the first end of a request.
         gaps: seconds between tokens of one request.
@@ -57,27 +57,33 @@ class Run:
         tokens: of each request, by uid.
     """
 
-    def __init__(self, generator: Any, requests: Sequence[Request], **options: Any) -> None:
+    def __init__(self, generator: Any, requests: Sequence[Request], *, leads: bool = False, **options: Any) -> None:
         self.generator = generator
         self.first: list[float] = []
         self.gaps: list[float] = []
         self.steps: list[tuple[float, int]] = []
         self.last_first = self.seconds = 0.0
         self.first_finish: float | None = None
-        self._requests, self._options = requests, options
+        self._requests, self._leads, self._options = requests, leads, options
         self.tokens: dict[int, list[int]] = {}
+        self._came: dict[int, float] = {}
         self._last: dict[int, float] = {}
 
     def go(self) -> None:
         """Run to the end."""
         begin = time.perf_counter()
-        prompts, counts = [[each.prompt] for each in self._requests], [each.num_tokens for each in self._requests]
-        uids = self.generator.insert_segments(prompts, counts, **self._options)
-        self.tokens = {uid: [] for uid in uids}
-        left = len(uids)
+        left = len(self._requests)
+        coming = 1 if self._leads else left
         while left:
+            if coming:
+                now, come = time.perf_counter() - begin, self._requests[len(self.tokens) :][:coming]
+                prompts, counts = [[each.prompt] for each in come], [each.num_tokens for each in come]
+                uids = self.generator.insert_segments(prompts, counts, **self._options)
+                self._came.update(dict.fromkeys(uids, now))
+                self.tokens.update((uid, []) for uid in uids)
             _, generated = self.generator.next()
             left -= self._take(generated, time.perf_counter() - begin)
+            coming = len(self._requests) - len(self.tokens) if self.first else 0
         self.seconds = time.perf_counter() - begin
 
     def _take(self, generated: Sequence[Any], now: float) -> int:
@@ -88,7 +94,7 @@ class Run:
             if uid in self._last:
                 self.gaps.append(now - self._last[uid])
             else:
-                self.first.append(now)
+                self.first.append(now - self._came[uid])
                 self.last_first = now
             self._last[uid] = now
             finished += response.finish_reason is not None
