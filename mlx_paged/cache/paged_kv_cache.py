@@ -137,6 +137,8 @@ class PagedKVCache(LayerCache):
                 f"layer {self.layer}: cannot load {keys.shape[2]} tokens ending at {offset} into a cache of "
                 f"{self.offset} tokens" + (f" with window {self.window}" if self.window else "")
             )
+        if not offset:
+            return
         pool = self.pool
         if not stored:
             pool.set_geometry(self.layer, keys, values, batch=1)

@@ -421,12 +421,14 @@ class Engine:
         self.scheduler.remove(gone)
         for request in gone:
             del self.requests[request.uid]
+        is_whole = True  # after an error the batch is empty, and the states of its rows are gone
         for request in [each for each in gone if each.caches is not None]:  # they run
-            if not self.device.is_lost:
+            if is_whole and not self.device.is_lost:
                 try:
                     self.batch.remove([request], keep_caches=finished)
                     self._share(request, finished)
                 except Exception as error:
+                    is_whole = False
                     self._fail_running(error)
             request.release()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
-from ..errors import PoolExhaustedError, RequestTooLargeError, without_frames
+from ..errors import RequestTooLargeError, without_frames
 from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool
 from .decode_batch import DecodeBatch
@@ -98,10 +98,13 @@ class RequestMemory(Memory):
         # The pool counts the prefix's blocks as evictable; once the request holds them, they are not.
         return Append(request.table, num_tokens - cached, is_forked, sharing.held_alone(request), cached)
 
-    def exhausted(self, request: Request, num_tokens: int) -> PoolExhaustedError:
+    def exhausted(self, request: Request, num_tokens: int) -> Exception:
         """Return the error of a request that does not fit."""
         assert self._budget is not None
-        return self._budget.exhausted(request.table, num_tokens)
+        try:
+            return self._budget.exhausted(request.table, num_tokens)
+        except Exception as error:
+            return without_frames(error)
 
     def grow_for(self, chunks: Sequence[Chunk], requests: Iterable[Request]) -> None:
         """Grow a pool that lacks blocks for a step's chunks once for the prompts of several requests and the beginnings

@@ -171,8 +171,9 @@ class Prefill:
             done += call
         done = [chunk for chunk in done if chunk.request.caches is not None]
         if self.in_place:  # the host goes on with what comes next, such as a decode step
-            self._under_way, self._begin = _fences([request for request, _ in done]), begin
-            mx.async_eval(self._under_way)
+            fences = _fences([request for request, _ in done])
+            mx.async_eval(fences)
+            self._under_way, self._begin = fences, begin
             self._num_launched = sum(chunk.num_tokens for chunk in done)
             self._launched = [(weakref.ref(request), request.length) for request, _ in done]
         elif self.pace is not None and len(done) == len(chunks):

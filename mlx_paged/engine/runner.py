@@ -17,7 +17,8 @@ from .request import Request
 
 
 class NoBlocksError(Exception):
-    """No block could be allocated for a request's new tokens. Nothing is reserved, and nothing was computed.
+    """No block could be allocated for a request's new tokens. Nothing was computed, and nothing is reserved, but one by
+    one for the requests before it, whose positions the next :meth:`Rows.reserve` finds.
 
     Args:
         request: the request.
@@ -142,7 +143,7 @@ class Runner:
             Logits ``[T, vocab]``; one by one ``[B, vocab]``, of each request's last token.
 
         Raises:
-            NoBlocksError: a request found no block. Nothing has changed.
+            NoBlocksError: a request found no block; nothing was computed.
             NotPackableError: the model does not take several tokens of a request as rows. Nothing has changed.
             Exception: the model's own. The requests must be failed: what their caches hold is not known.
         """

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..device import confirm, device_errors
-from ..errors import PoolExhaustedError, check_device
+from ..errors import BlockStateError, PoolExhaustedError, check_device
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
@@ -109,7 +109,10 @@ class DiskTier:
             for blocks, first in zip(match.blocks, firsts, strict=True)
         ]
         starts = [first * cache.block_size for first in firsts]
-        table = cache.pool.table_over(ids, found.end, [min(start, found.end) for start in starts])
+        try:
+            table = cache.pool.table_over(ids, found.end, [min(start, found.end) for start in starts])
+        except BlockStateError:  # another thread has evicted a block since it was found
+            return 0
         try:
             self._write_back(cache, table, num_held, firsts, loaded)
             states = loaded.pop(STATES) if to_state else None

@@ -144,21 +144,28 @@ def meet(group: Any, timeout: float) -> list[Connection]:
     try:
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise RankError(f"rank 0 cannot listen at {host}: {error}") from error
+        raise RankError(f"rank 0 cannot listen at {host or 'any address'}: {error}") from error
     with listener:
         token = secrets.token_hex(_TOKEN_BYTES)
-        _share_address(group, [host, listener.getsockname()[1], token])
+        _share_address(group, [host or socket.gethostname(), listener.getsockname()[1], token])
         return _accept(listener, group.size(), token, timeout)
 
 
 def _own_host() -> str:
-    """Return this process's host from the launcher's variables, else the machine's name."""
+    """Return this process's host from the launcher's variables; "" if they have none: every address of the machine.
+
+    Raises:
+        RankError: the launcher's list of hosts cannot be read.
+    """
     if path := os.environ.get("MLX_HOSTFILE"):
-        addresses = json.loads(Path(path).read_text())[int(os.environ["MLX_RANK"])]
-        return str(addresses[0]).rsplit(":", 1)[0]
+        try:
+            addresses = json.loads(Path(path).read_text())[int(os.environ["MLX_RANK"])]
+            return str(addresses[0]).rsplit(":", 1)[0]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise RankError(f"cannot read rank 0's address in MLX_HOSTFILE, {path}: {error!r}") from error
     if coordinator := os.environ.get("MLX_JACCL_COORDINATOR"):
         return coordinator.rsplit(":", 1)[0]
-    return os.environ.get("NCCL_HOST_IP") or socket.gethostname()
+    return os.environ.get("NCCL_HOST_IP", "")
 
 
 def _share_address(group: Any, address: list[Any] | None) -> list[Any]:

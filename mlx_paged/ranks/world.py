@@ -93,16 +93,23 @@ def peers_of(model: Any) -> Peers:
 def check_heads(model: nn.Module, ranks: Ranks) -> None:
     """Raise ConfigError if the key and value heads are not divisible by the ranks; mlx-lm would shard them anyway."""
     for module in model.modules():
-        heads = getattr(module, "n_kv_heads", getattr(module, "num_key_value_heads", None))
-        if not isinstance(getattr(module, "k_proj", None), SHARDED) or heads is None:
+        if not isinstance(getattr(module, "k_proj", None), SHARDED):
             continue
+        heads = _first_of(module, "n_kv_heads", "num_key_value_heads")
+        queries = _first_of(module, "n_heads", "num_attention_heads", "num_heads")
         rows = module.k_proj.weight.shape[0]
-        head_dim = getattr(module, "head_dim", None) or rows // max(1, heads)
+        if heads is None or queries is None:
+            continue
+        head_dim = getattr(module, "head_dim", None) or module.q_proj.weight.shape[0] // max(1, queries)
         if not heads or heads * head_dim != rows:
             raise ConfigError(
                 f"the key and value heads cannot be split over {ranks.size} ranks: each would get {rows} rows of "
                 f"k_proj, but a head has {head_dim}"
             )
+
+
+def _first_of(module: nn.Module, *names: str) -> int | None:
+    return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
 
 
 def agreed_budget(ranks: Ranks, num_bytes: int, options: Mapping[str, Any]) -> int:

@@ -173,7 +173,7 @@ class PagedLayout(NamedTuple):
         geometries: geometry of each group and the query heads that attend over it; empty with adapters.
         adapted: attention goes through adapters, not through the seam.
         reasons: why other layers keep mlx-lm's own caches, one reason per kind. Layers with states have no reason:
-            slots and checkpoints do for them what blocks do elsewhere (budget, shared prefixes, files, batches).
+            checkpoints do for them what blocks do elsewhere (budget, shared prefixes, files, batches).
         dtype: dtype of the first layer's weights; after the model's ``set_dtype()`` its caches lie in another pool.
     """
 

@@ -149,6 +149,8 @@ def proposer_for(
     check_draft_tokens(num_draft_tokens)
     if (why_not := why_not_drafted(batch.model, draft_model)) is not None:
         raise ConfigError(why_not)
+    if not batch.takes_rows:
+        raise ConfigError(f"{type(batch.model).__module__} cannot verify drafts: {NO_DRAFTS_REASON}")
     factory = known_factory(draft_model)
     assert factory.pool is not None
     depth = new_depth()

@@ -30,6 +30,8 @@ from ..patch import replaces
 def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     """Return a replacement that holds the locks of pools for a token at a time, in whichever thread asks for it."""
 
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
         given = (*args, kwargs.get("model"), kwargs.get("draft_model"))
@@ -55,7 +57,7 @@ def adapt(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]
             if not sys.is_finalizing() and threading.get_ident() != threading.main_thread().ident:
                 # MLX ends the process if the thread ends while a step is still being computed.
                 try:
-                    mx.synchronize(args[2] if len(args) > 2 else kwargs.get("stream", generation_stream))
+                    mx.synchronize(signature.bind_partial(*args, **kwargs).arguments.get("stream", generation_stream))
                 except Exception as error:  # this thread has no such stream, so nothing to wait for
                     check_device(error)
 

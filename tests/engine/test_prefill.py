@@ -75,20 +75,33 @@ def test_host_runs_one_step_ahead_and_waits_for_the_last(kernels: object, monkey
     assert [count > 0 for count in waits] == [False, True, True, True], "before the second and third, and at the end"
 
 
-def test_failure_during_evaluation_fails_only_that_request(kernels: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_launch", [False, True])
+def test_failure_during_evaluation_fails_only_that_request(
+    at_launch: bool, kernels: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build("llama", head_dim=64)
     prompt = prompt_of(40).tolist()
     expected = greedy(model, mx.array(prompt), 6)[0]
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
     gen = generator(model)
-    computed = prefill_module._fences
+    computed, launch = prefill_module._fences, mx.async_eval
+    too_large: list[Any] = []
 
     def fences(requests: Any) -> list[mx.array]:
+        found = computed(requests)
         if any(request.uid == bad for request in requests):
+            too_large.append(found)
+            if not at_launch:
+                raise MemoryError("injected: no room for what a chunk needs")
+        return found
+
+    def launched(*arrays: Any) -> None:
+        if any(array is each for array in arrays for each in too_large):
             raise MemoryError("injected: no room for what a chunk needs")
-        return computed(requests)
+        launch(*arrays)
 
     monkeypatch.setattr(prefill_module, "_fences", fences)
+    monkeypatch.setattr(mx, "async_eval", launched)
     (bad,) = gen.insert([prompt_of(50, seed=1).tolist()], [6])
     with pytest.raises(RequestFailedError, match="injected"):
         gen.next()

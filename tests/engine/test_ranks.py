@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_paged.cli.server import check_ranks, parse
@@ -21,7 +22,7 @@ from mlx_paged.ranks import connection
 from mlx_paged.ranks import ranks as ranks_module
 from mlx_paged.ranks.connection import Connection
 from mlx_paged.ranks.ranks import EXIT_STATUS, Ranks
-from mlx_paged.ranks.world import check_same, group_of, model_files, parse_timeout
+from mlx_paged.ranks.world import check_heads, check_same, group_of, model_files, parse_timeout
 from tests.support.cases import slow
 from tests.support.models.builders import build
 from tests.support.ranks import launch, scenarios
@@ -191,7 +192,7 @@ def test_missing_ranks_are_named_after_the_timeout() -> None:
         ({"MLX_HOSTFILE": "hosts.json", "MLX_RANK": "1"}, "10.0.0.2"),
         ({"MLX_JACCL_COORDINATOR": "10.0.0.1:7000"}, "10.0.0.1"),
         ({"NCCL_HOST_IP": "10.0.0.3"}, "10.0.0.3"),
-        ({}, socket.gethostname()),
+        ({}, ""),  # every address of the machine
     ],
 )
 def test_host_is_that_of_the_launcher(
@@ -264,6 +265,17 @@ def test_sampled_bytes_of_each_file_count(at: int, tmp_path: Path) -> None:
     one, two = model_files(tmp_path / "one"), model_files(tmp_path / "two")
     assert set(one) == set(two) == {"model.safetensors"}
     assert one != two
+
+
+def test_heads_that_ranks_would_cut_are_refused() -> None:
+    """Each rank needs whole KV heads; the module does not say how large one is."""
+    model, cut = build("qwen3", num_attention_heads=4, num_key_value_heads=2), SimpleNamespace(size=2)
+    model.shard(mx.distributed.init())
+    check_heads(model, cut)  # type: ignore[arg-type]
+    for layer in model.layers:
+        layer.self_attn.k_proj.weight = layer.self_attn.k_proj.weight[:-8]
+    with pytest.raises(ConfigError, match="cannot be split over 2 ranks"):
+        check_heads(model, cut)  # type: ignore[arg-type]
 
 
 def test_api_keys_are_not_sent_to_other_ranks() -> None:

@@ -18,6 +18,7 @@ from mlx_paged.drafts.draft_model import DraftModel
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.generate import drafting
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
+from scripts.support import model_configs
 from tests.support.cases import crossed, quick, slow
 from tests.support.models.batch_runs import Outcome, answers, collect, generator, kv_budget, run_all
 from tests.support.models.builders import build, greedy
@@ -283,6 +284,8 @@ def test_unsupported_pairs_of_model_and_draft_model_are_refused() -> None:
     budget = mlx_paged.pool_of(llama).memory_budget
     with pytest.raises(ConfigError, match="cannot verify drafts: no layer is paged"):
         generator(states, draft_model=llama)
+    with pytest.raises(ConfigError, match="afm7 cannot verify drafts"):  # its rows are computed one by one
+        generator(model_configs.build("afm7"), draft_model=llama)
     with pytest.raises(ConfigError, match="cannot be a draft model"):
         generator(llama, draft_model=states)
     with pytest.raises(ConfigError, match="cannot be its own draft"):
