@@ -36,6 +36,7 @@ endif
 # An install leaves a stamp that names what it installed. Another EXTRA has other stamps and so installs again.
 STAMP := $(VENV)/.installed-$(or $(EXTRA),default)
 DEV_STAMP := $(STAMP)-dev
+BENCH_STAMP := $(STAMP)-bench
 
 export PROMPT
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -95,6 +96,9 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) $(VENV)/.created
 $(DEV_STAMP): pyproject.toml $(CONSTRAINTS) $(VENV)/.created
 	$(call install,$(if $(EXTRA),$(EXTRA)$(comma))dev)
 
+$(BENCH_STAMP): pyproject.toml $(CONSTRAINTS) $(VENV)/.created
+	$(call install,$(if $(EXTRA),$(EXTRA)$(comma))bench)
+
 demo: $(STAMP)
 	@model="$$($(PY) scripts/demo_model.py)" && \
 	$(BIN)/mlx_paged generate --model "$$model" --prompt "$$PROMPT" --max-tokens $(MAX_TOKENS) --cache-stats && \
@@ -134,7 +138,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-bench: $(STAMP)
+bench: $(BENCH_STAMP)
 	$(PY) scripts/bench.py $(BENCH) $(BENCH_ARGS)
 
 clean:

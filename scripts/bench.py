@@ -3,7 +3,7 @@
     python scripts/bench.py COMMAND --help
 
 Models are random weights of a known shape (``--random``) or a folder (``--model``). With ``--out`` the results are
-written as JSON, with the machine and the arguments beside them.
+written as JSON, with the machine and the arguments beside them, and as a figure if matplotlib is installed.
 """
 
 from __future__ import annotations

@@ -42,11 +42,12 @@ def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def results_of(out: Path, command: str, *arguments: object) -> list[dict[str, Any]]:
-    """Run a command that writes results; return the results."""
+    """Run a command that writes results and a figure; return the results."""
     done = bench(command, *arguments, "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((out / f"{command}.json").read_text())
     assert {"mlx", "mlx-lm", "mlx_paged", "device"} <= set(written["machine"]) and written["arguments"]
+    assert (out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
     return written["results"]
 
 

@@ -14,7 +14,7 @@ Decode throughput counts the steps between the last first token and the first fi
 may still compute a prompt. Latencies are as the caller sees them. "last" is when the last row has its first token.
 
 With ``--repeats`` the best decode throughput and the earliest last first token count, on both sides, and everything
-else is the fastest run's. Writes batch.json, which has all runs.
+else is the fastest run's. Writes batch.json, which has all runs, and batch.png.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ import mlx.core as mx
 
 import mlx_paged
 
-from .models import SEED, add_model_arguments, chosen_model, on_gpu, vocabulary_of
+from .models import SEED, add_model_arguments, chosen_model, model_name, on_gpu, vocabulary_of
 from .report import (
     Column,
+    Panel,
     add_pool_arguments,
     dispatch_counts,
     list_of,
@@ -43,6 +44,13 @@ from .report import (
 )
 from .timed_run import Request, Run, SequenceGenerator, percentiles
 
+PANELS: tuple[Panel, ...] = (
+    ("decode, tokens/s", lambda r: r["decode_tokens_per_s"] or r["tokens_per_s"]),
+    ("time to first token, p50, s", lambda r: r["ttft_s"]["p50"]),
+    ("last first token, s", lambda r: r["last_first_s"]),
+    ("between tokens, p95, ms", lambda r: 1e3 * r["inter_token_s"].get("p95", 0.0)),
+    ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
+)
 COLUMNS: tuple[Column, ...] = (
     ("decode tok/s", lambda r: f"{r['decode_tokens_per_s'] or float('nan'):.1f}"),
     ("total tok/s", lambda r: f"{r['tokens_per_s']:.1f}"),
@@ -213,5 +221,5 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         result.setdefault("case", case["name"])
     compare(results)
     print_results(results)
-    write_results(args.out, "batch", argv, results)
+    write_results(args.out, "batch", argv, results, PANELS, "case", model_name(args))
     return int(any("error" in result for result in results))

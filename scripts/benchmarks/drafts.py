@@ -12,7 +12,7 @@ last one: *copy* has prompts that hold the answer (greedy), *prose* chooses betw
 stood before is found again and again and rarely goes on as before.
 
 All sides run in turns in one process, each case after a warm-up. A rate is of the steps in which every row decodes; the
-ratio is that of the medians. Writes drafts.json.
+ratio is that of the medians. Writes drafts.json and drafts.png.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from . import timed_run
 from .models import DTYPES, PRESETS, SEED, BenchError, random_model, vocabulary_of
 from .report import (
     Column,
+    Panel,
     add_pool_arguments,
     list_of,
     patch_anew,
@@ -46,6 +47,10 @@ from .report import (
     write_results,
 )
 
+PANELS: tuple[Panel, ...] = (
+    ("tokens/s", lambda r: r["tokens_per_s"]),
+    ("drafts accepted, of those proposed", lambda r: r["accepted"] / max(1, r["drafted"])),
+)
 COLUMNS: tuple[Column, ...] = (
     ("tokens/s", lambda r: f"{r['tokens_per_s']:.1f}"),
     ("ratio", lambda r: f"{r['ratio']:.2f}"),
@@ -292,4 +297,4 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
             results += measure(model, work, batch, sides, args)
             print(f"{work.name}, {batch} row(s) done", file=sys.stderr, flush=True)
     print_columns(results, ("case", "side"), COLUMNS)
-    write_results(args.out, "drafts", argv, results)
+    write_results(args.out, "drafts", argv, results, PANELS, "case", args.random)

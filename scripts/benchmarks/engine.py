@@ -4,7 +4,7 @@
 
 On any machine: the model does nothing but attend, and kernels are stand-ins that compute nothing (but for the cases of
 pools that MLX itself computes on, as on a CPU). Milliseconds of the thread for a step, the median of some steps.
-Writes engine.json.
+Writes engine.json and engine.png.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from mlx_paged.kv.lock import HeldLocks
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 
-from .report import add_out_argument, list_of, positive, table, write_results
+from .report import Panel, add_out_argument, list_of, positive, table, write_results
 
+PANELS: tuple[Panel, ...] = (("ms of a step, by rows", lambda r: r["ms"]),)
 VOCAB, DIM, BLOCK, STEPS, ENDLESS = 64, 64, 32, 20, 1 << 30
 
 
@@ -295,4 +296,4 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> None:
         note("blocks on the host, one layer", on_host(count), rows=count)
     columns = ("case", "rows", "nodes", "ms")
     print(table(columns, [[str(each.get(name, "")) for name in columns] for each in results]))
-    write_results(args.out, "engine", given, results)
+    write_results(args.out, "engine", given, results, PANELS, "rows", "the host's time", side="case")

@@ -10,7 +10,7 @@
 Queries are in bf16, of one position per sequence in decode. Launches are chained (a launch's output is the next one's
 query), many to an eval, and inputs rotate among sets that together exceed the L2 cache. They are queued while the
 device is busy with something else, so a host that needs longer for a launch than the device does not count. Writes
-kernel.json.
+kernel.json and kernel.png.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mlx_paged.kernels.shared_runs import Partitions, cut_of, interleaved, items
 from scripts.support.paged_decode import decode_variants
 
 from .models import BenchError
-from .report import add_out_argument, write_results
+from .report import Panel, add_out_argument, write_results
 
 Chain = Callable[[int], mx.array]  # builds n dependent launches
 SHAPES = {"32/8x128": (32, 8, 128), "32/8x64": (32, 8, 64), "8/4x256": (8, 4, 256), "64/8x128": (64, 8, 128)}
@@ -52,7 +52,12 @@ KV_GROUP_SIZE = 64
 ROTATE_BYTES = 256 << 20
 HEAD_START = 0.02  # seconds
 DTYPE = mx.bfloat16
-KINDS = ("decode", "latents", "prefill", "shared")
+PANELS: dict[str, Panel] = {
+    "decode": ("dense time / paged time", lambda r: r["dense_s"] / r["paged_s"]),
+    "latents": ("gather time / paged time", lambda r: r["gather_s"] / r["paged_s"]),
+    "prefill": ("dense time / paged time", lambda r: r["dense_s"] / r["paged_s"]),
+    "shared": ("speed-up by common blocks", lambda r: r["speedup"]),
+}
 
 
 def seconds_of(*work: mx.array) -> float:
@@ -305,7 +310,7 @@ def told(row: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--what", choices=KINDS, default="decode")
+    parser.add_argument("--what", choices=PANELS, default="decode")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--kv-bits", type=parse_kv_bits, nargs="*", default=[], help="quantised pages: 8, 4 or 8,4")
@@ -335,4 +340,5 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     for row in measured:
         rows.append(row)
         print(told(row), flush=True)
-    write_results(args.out, "kernel", argv, rows, copy_bytes_per_s=copy)
+    title = f"kernels, {args.what}"
+    write_results(args.out, "kernel", argv, rows, [PANELS[args.what]], "case", title, copy_bytes_per_s=copy)

@@ -13,7 +13,7 @@ Requests go through the batch generator as the server's do: on the stock side, t
 system prompt), whose cache is kept when it is computed and looked up when a request comes. Each side and pattern runs
 in a process of its own; on a GPU, after a warm-up of the same pattern with other tokens, and with a new pool and cache.
 "K/V" is what keys and values take at the most, over what each token of the prefix, of the
-suffixes and of the answers would take if it were stored once. Writes prefix.json.
+suffixes and of the answers would take if it were stored once. Writes prefix.json and prefix.png.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ import mlx.core as mx
 
 import mlx_paged
 
-from .models import SEED, add_model_arguments, chosen_model, on_gpu, vocabulary_of
+from .models import SEED, add_model_arguments, chosen_model, model_name, on_gpu, vocabulary_of
 from .report import (
     Column,
+    Panel,
     add_pool_arguments,
     dispatch_counts,
     patch_anew,
@@ -42,6 +43,11 @@ from .report import (
 )
 from .timed_run import Request, Run
 
+PANELS: tuple[Panel, ...] = (
+    ("median TTFT after the first, s", lambda r: r["ttft_later_s"]["median"]),
+    ("prompt tokens computed", lambda r: r["computed_prompt_tokens"]),
+    ("K/V, MB", lambda r: r["kv_bytes"] / 1e6),
+)
 COLUMNS: tuple[Column, ...] = (
     ("TTFT first, s", lambda r: f"{r['ttft_first_s']:.3f}"),
     ("TTFT later, s", lambda r: f"{r['ttft_later_s']['median']:.3f}"),
@@ -217,5 +223,6 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if results is None:
         return 0
     print_results(results)
-    write_results(args.out, "prefix", argv, results)
+    title = f"{args.sharers} requests, a prefix of {args.prefix} tokens: {model_name(args)}"
+    write_results(args.out, "prefix", argv, results, PANELS, "pattern", title)
     return int(any("error" in result for result in results))

@@ -5,7 +5,7 @@
 
 Rounds of stock and paged in turns, each in processes of its own, with one row and with ``--rows``; then paged
 on one rank. Decode counts the steps in which all rows decode. A shorter run of the same shape goes before each that is
-measured. Writes ranks.json.
+measured. Writes ranks.json and ranks.png.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ import mlx_paged
 from mlx_paged.patches.sharded import shard_head
 
 from .models import PRESETS, on_gpu, random_model, vocabulary_of
-from .report import SCRIPT, Column, medians, positive, print_columns, write_results
+from .report import SCRIPT, Column, Panel, medians, positive, print_columns, write_results
 from .timed_run import Request, Run, percentiles
 
 SECONDS = 150  # limit of a round, after which its processes are killed
+PANELS: tuple[Panel, ...] = (
+    ("decode, tokens/s", lambda r: r["decode_tokens_per_s"] or 0.0),
+    ("last first token, s", lambda r: r["last_first_s"]),
+    ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9),
+)
 COLUMNS: tuple[Column, ...] = (
     ("decode tok/s", lambda r: f"{r.get('decode_tokens_per_s', float('nan')):.1f}"),
     ("last first s", lambda r: f"{r['last_first_s']:.3f}"),
@@ -113,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--answer", type=positive, default=128, help="tokens")
     add("--rounds", type=positive, default=3)
     add("--budget", type=positive, default=None, help="bytes of each rank's pool")
-    add("--out", type=Path, required=True, help="folder for the results as JSON")
+    add("--out", type=Path, required=True, help="folder for the results as JSON and, with matplotlib, PNG")
     add("--child", default=None, help=argparse.SUPPRESS)
 
 
@@ -129,5 +134,5 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for each in results:
         if "error" in each:
             print(f"{each['side']}: {each['error']}", file=sys.stderr)
-    write_results(args.out, "ranks", argv, results)
+    write_results(args.out, "ranks", argv, results, PANELS, "case", args.random)
     return int(any("error" in each for each in results))

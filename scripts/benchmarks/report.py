@@ -21,6 +21,8 @@ from mlx_paged.cli.doctor.doctor import facts
 from mlx_paged.config import parse_block_size, parse_kernel, parse_kv_bits, parse_kv_group_size, parse_memory
 
 SCRIPT = Path(__file__).parents[1] / "bench.py"
+# A panel of a figure: its title, and the height of a result's bar in it.
+Panel = tuple[str, Callable[[dict[str, Any]], float]]
 # A column of a table: its title, and a result's cell in it.
 Column = tuple[str, Callable[[dict[str, Any]], str]]
 
@@ -38,7 +40,9 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_out_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``--out``."""
-    parser.add_argument("--out", type=Path, default=None, help="folder for the results as JSON")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder for the results as JSON and, with matplotlib, PNG"
+    )
 
 
 def positive(text: str) -> int:
@@ -140,10 +144,18 @@ def machine() -> dict[str, Any]:
 
 
 def write_results(
-    out: Path | None, name: str, argv: Sequence[str], results: Sequence[dict[str, Any]], **more: Any
-) -> None:
-    """Write ``NAME.json`` into the folder ``out``: the machine, the arguments, the results without their tokens, and
-    ``more`` facts. None: write nothing."""
+    out: Path | None, name: str, argv: Sequence[str], results: Sequence[dict[str, Any]],
+    panels: Sequence[Panel], by: str, title: str, *, side: str = "side", **more: Any,
+) -> None:  # fmt: skip
+    """Write ``NAME.json``, without the tokens, and, if matplotlib is installed, ``NAME.png``.
+
+    Args:
+        panels: of the figure.
+        by: the field of results that its x axis shows.
+        title: of the figure.
+        side: the field whose values have bars side by side.
+        more: facts for the JSON.
+    """
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -151,3 +163,39 @@ def write_results(
         result.pop("tokens", None)
     written = {"machine": machine(), "arguments": list(argv), "results": results, **more}
     (out / f"{name}.json").write_text(json.dumps(written, indent=1) + "\n")
+    title = f"{title}, {written['machine']['device']}"
+    _plot_bars([r for r in results if by in r and "error" not in r], out / f"{name}.png", title, panels, by, side)
+
+
+def _plot_bars(
+    results: Sequence[dict[str, Any]], path: Path, title: str, panels: Sequence[Panel], by: str, side: str
+) -> None:
+    """Draw the median of each side at each value of the field ``by`` as a bar, in one panel after the other."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no {path.name}: matplotlib is not installed", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    places, sides = (list(dict.fromkeys(r[field] for r in results)) for field in (by, side))
+    spacing = 0.8 / max(1, len(sides))
+    size = (max(4.2, 0.35 * len(places)) * len(panels), 4)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for axis, (label, value) in zip(axes[0], panels, strict=True):
+        for number, name in enumerate(sides):
+            samples: dict[int, list[float]] = {}
+            for result in results:
+                if result[side] == name:
+                    samples.setdefault(places.index(result[by]), []).append(value(result))
+            left = [place + (number - (len(sides) - 1) / 2) * spacing for place in samples]
+            axis.bar(left, [statistics.median(each) for each in samples.values()], 0.95 * spacing, label=name)
+        axis.set_xticks(range(len(places)), places, rotation=30, ha="right", fontsize=8)
+        axis.set_title(label, fontsize=10)
+        axis.grid(axis="y", alpha=0.3)
+    if sides:
+        axes[0][0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -10,7 +10,7 @@ CPU time for a token. Prompts of a round are new to both, and answers are greedy
 
 With ``--turns``, one chat of that many turns instead: how many tokens of each prompt are new, and how many each server
 computes. A client sends the messages again in each turn; in some it has changed one in the middle.
-Writes servers.json.
+Writes servers.json and servers.png.
 """
 
 from __future__ import annotations
@@ -37,8 +37,17 @@ from mlx.utils import tree_flatten
 from transformers import AutoTokenizer
 
 from .models import PRESETS, SEED, BenchError, random_model
-from .report import Column, add_out_argument, list_of, medians, positive, print_columns, write_results
+from .report import Column, Panel, add_out_argument, list_of, medians, positive, print_columns, write_results
 
+PANELS: tuple[Panel, ...] = (
+    ("tokens/s", lambda r: r["tokens_per_s"]),
+    ("CPU ms/token", lambda r: r["cpu_ms_per_token"]),
+    ("last first token, s", lambda r: r["last_first_s"]),
+)
+TURN_PANELS: tuple[Panel, ...] = (
+    ("prompt tokens computed", lambda r: r["computed_tokens"]),
+    ("first token, s", lambda r: r["first_s"]),
+)
 COLUMNS: tuple[Column, ...] = (
     ("tokens/s", lambda r: f"{r['tokens_per_s']:.1f}"),
     ("CPU ms/token", lambda r: f"{r['cpu_ms_per_token']:.2f}"),
@@ -267,7 +276,7 @@ def running(args: argparse.Namespace) -> Iterator[list[Server]]:
 
 def run(args: argparse.Namespace, given: Sequence[str]) -> None:
     if args.turns is not None:
-        write_results(args.out, "servers", given, run_turns(args))
+        write_results(args.out, "servers", given, run_turns(args), TURN_PANELS, "turn", args.random)
         return
     rng, results = random.Random(SEED), []
     for number in range(args.rounds):
@@ -281,4 +290,4 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> None:
                     figures = measured(server, prompts, args.answer)
                     results.append({"side": server.side, "chats": count, "round": number, **figures})
     print_columns(medians(results, ("chats", "side")), ("chats", "side"), COLUMNS)
-    write_results(args.out, "servers", given, results)
+    write_results(args.out, "servers", given, results, PANELS, "chats", args.random)
