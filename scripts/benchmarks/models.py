@@ -156,6 +156,12 @@ def chosen_model(args: argparse.Namespace) -> Any:
     return load_model(args.model, *how) if args.model else random_model(args.random or "tiny", *how)
 
 
+def model_name(args: argparse.Namespace) -> str:
+    """Return the model's name in reports."""
+    name = Path(args.model).resolve().name if args.model else args.random or "tiny"
+    return f"{name}{'' if args.bits is None else f', {args.bits} bits'}"
+
+
 def vocabulary_of(model: Any) -> int:
     """Return the size of a model's vocabulary."""
     return int(model.args.vocab_size) if hasattr(model, "args") else 1000
