@@ -109,8 +109,8 @@ class ServedBatch(PagedBatchGenerator):
                 if served is not None and served.types and response.end_of_segment and not response.end_of_prompt:
                     self._keep(served.request, self.extract_cache([response.uid]), served.types.pop())
             for response in generated:
-                served = self._served.get(response.uid)  # mlx-lm's own batches do not know
-                response.num_cached = getattr(response, "num_cached", 0 if served is None else served.num_cached)
+                served = self._served.get(response.uid)
+                response.num_cached = 0 if served is None else served.num_cached  # the engine got the cache as given
         return prompts, generated
 
     def end(self, response: Any) -> None:
