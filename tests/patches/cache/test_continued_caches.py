@@ -97,32 +97,24 @@ def test_prompt_caches_continue_as_in_stock(name: str, way: Callable[[str, Any],
 
 @pytest.mark.parametrize(
     ("name", "removed"),
-    [("gemma3", False), ("llama4", False), *crossed(["qwen2", "deepseek_v32"], [False, True])],
+    [("gemma3", False), *crossed(["qwen2", "deepseek_v32"], [False, True])],
 )
 def test_several_rows_in_one_cache_run_as_in_stock(name: str, removed: bool) -> None:
-    """The caches become mlx-lm's, with one warning."""
+    """The caches become mlx-lm's, with one warning. Not of Llama 4, whose unpatched values change from run to run."""
     model = model_of(name)
     rows = mx.stack([prompt(name, 50, seed) for seed in (1, 2)])
-    parts = [rows] if name == "llama4" else [rows[:, :30], rows[:, 30:]]  # stock's second call varies with chunks
 
     def run(cache: list[Any]) -> mx.array:
-        return mx.concatenate([model(part, cache=cache) for part in parts], axis=1)
+        return mx.concatenate([model(part, cache=cache) for part in (rows[:, :30], rows[:, 30:])], axis=1)
 
-    def is_as_in_stock() -> bool:
+    expected = run(upstream.make_prompt_cache(model))
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    cache = upstream.make_prompt_cache(model)
+    if removed:
         mlx_paged.remove_patches()
-        expected = run(upstream.make_prompt_cache(model))
-        mx.eval(expected)
-        mlx_paged.apply_patches(PagedConfig(block_size=8))
-        cache[:] = upstream.make_prompt_cache(model)
-        if removed:
-            mlx_paged.remove_patches()
-        return mx.array_equal(run(cache), expected).item()  # type: ignore[return-value]
-
-    cache: list[Any] = []
-    attempts = 8 if name == "llama4" else 1  # unpatched mlx-lm's own values for it change from run to run
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert any(is_as_in_stock() for _ in range(attempts))
+        assert mx.array_equal(run(cache), expected)
     told = [str(each.message) for each in caught if each.category is mlx_paged.NotPagedWarning]
     assert ["several sequences" in message for message in told] == [True]
     assert all(type(each).__module__ == "mlx_lm.models.cache" for each in leaves(cache))
