@@ -332,7 +332,7 @@ def test_compiled_quantised_steps_equal_the_gather_path(kind: str, rotate: bool,
     got, got_logprobs = greedy(model, prompt, 8)
     assert got == tokens
     assert rms(got_logprobs, logprobs) < 5e-3
-    assert calls == [1] * 8
+    assert set(calls) == {1} and len(calls) in (8, 9)  # a GPU's blocks are there before the first step
     pool = mlx_paged.pool_of(model)
     storages = [storage for group in pool.groups for storage in group.blocks]
     assert all(isinstance(storage, DeviceBlocks) for storage in storages)
