@@ -11,8 +11,8 @@ from ..errors import ConfigError
 from ..grammar.compiler import INSTALL
 from ..server.constraint import Constraint
 from ..server.errors import RequestRefused, invalid
-from ..server.requests.constraints import AnswerParameters, NamedSchema, SchemaFormat
 from .prompts_file import load_object
+from .terminal import missing_packages
 
 if TYPE_CHECKING:
     from ..grammar.grammar import CompiledGrammar
@@ -23,12 +23,16 @@ def constraint_from(name: str | None) -> Constraint | None:
     """Return the constraint of a JSON schema's file, or None without one.
 
     Raises:
-        ConfigError: the file cannot be used, or llguidance is not installed.
+        ConfigError: the file cannot be used, or a package that checks it is not installed.
     """
     if name is None:
         return None
     if importlib.util.find_spec("llguidance") is None:
         raise ConfigError(f"--json-schema: {INSTALL}")
+    if missing := missing_packages():
+        raise ConfigError(f"--json-schema needs {missing}: pip install 'mlx_paged[server]'")
+    from ..server.requests.constraints import AnswerParameters, NamedSchema, SchemaFormat
+
     try:
         schema = load_object(Path(name).expanduser().read_bytes(), name)
         form = SchemaFormat(json_schema=NamedSchema(schema=schema))
