@@ -42,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     module.add_arguments(own)
     own.add_argument("--out", type=Path, help="folder for the results as JSON and, with matplotlib, PNG")
-    own.add_argument("--child", help=argparse.SUPPRESS)  # a case to measure in this process
     args = own.parse_args(given[1:])
     try:
         results = module.run(args, given[1:])

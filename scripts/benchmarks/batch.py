@@ -200,6 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=positive, default=1, help="runs of a case in its process")
     add("--ranks", type=positive, default=1, help="processes that compute one model, on this machine")
     PagedConfig.add_arguments(parser)
+    add("--child", help=argparse.SUPPRESS)  # a case to measure in this process
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> list[dict[str, Any]] | None:

@@ -21,8 +21,6 @@ import json
 import os
 import random
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +34,7 @@ from mlx.utils import tree_flatten
 from transformers import AutoTokenizer
 
 from mlx_paged.engine.sharing import common_length
+from tests.support.processes.server_process import ServerProcess
 
 from .models import PRESETS, SEED, random_model
 from .report import BenchError, Metric, list_of, positive
@@ -50,8 +49,7 @@ METRICS = (
     Metric("first ms", "first_s", "less", 1e3),
     Metric("CPU ms", "cpu_s", "less", 1e3),
 )
-SIDES = {"stock": ("mlx_lm", "server"), "paged": ("mlx_paged.server",)}
-SECONDS = 120  # limit for a server to become ready
+SIDES = {"stock": "mlx_lm", "paged": "mlx_paged"}
 WORDS = ("river", "stone", "window", "green", "paper", "yellow", "sudden", "morning", "winter", "bottle")
 
 
@@ -81,33 +79,14 @@ class Answer(NamedTuple):
     first_s: float
 
 
-class Server:
-    """A server in a process of its own, on a port of this machine."""
+class Server(ServerProcess):
+    """A server in a process of its own, which has answered a chat."""
 
     def __init__(self, side: str, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        self.side, self.folder = side, folder
-        self._log = (folder / f"{side}.log").open("wb")
-        command = [sys.executable, "-m", *SIDES[side], "--model", str(folder), "--port", str(self.port)]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # this checkout's modules
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=env)
-
-    def wait(self) -> None:
-        """Wait until it answers. Raises BenchError if it does not."""
-        end = time.monotonic() + SECONDS
-        while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(OSError, BenchError):
-                self.chat([{"role": "user", "content": "hello"}], 2)
-                return
-            time.sleep(0.2)
-        said = (self.folder / f"{self.side}.log").read_text()[-500:]
-        raise BenchError(f"the {self.side} server is not ready: {said}")
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait()
-        self._log.close()
+        path = os.pathsep.join(filter(None, sys.path))  # this checkout's modules
+        super().__init__(folder, folder, command=SIDES[side], cold=True, PYTHONPATH=path)
+        self.side = side
+        self.answer([{"role": "user", "content": "hello"}], 2)
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of its process; NaN without /proc."""
@@ -117,7 +96,7 @@ class Server:
         fields = stat.read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def chat(self, messages: Sequence[dict[str, str]], num_tokens: int) -> Answer:
+    def answer(self, messages: Sequence[dict[str, str]], num_tokens: int) -> Answer:
         """Return the answer to a chat."""
         begin, first, usage, text = time.perf_counter(), 0.0, {}, ""
         body = {
@@ -154,7 +133,7 @@ def measured(server: Server, prompts: Sequence[str], num_tokens: int) -> dict[st
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     used, begin = server.cpu_seconds(), time.perf_counter()
     with ThreadPoolExecutor(len(chats)) as pool:
-        found = list(pool.map(lambda chat: server.chat(chat, num_tokens), chats))
+        found = list(pool.map(lambda chat: server.answer(chat, num_tokens), chats))
     seconds, used = time.perf_counter() - begin, server.cpu_seconds() - used
     total = sum(answer.usage["completion_tokens"] for answer in found)
     return {
@@ -180,7 +159,7 @@ def converse(server: Server, tokenizer: Any, args: argparse.Namespace) -> Iterat
         tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         shared = max((common_length(tokens, each) for each in known), default=0)
         used = server.cpu_seconds()
-        answer = server.chat(messages, args.answer)
+        answer = server.answer(messages, args.answer)
         used = server.cpu_seconds() - used
         prompt_tokens = answer.usage["prompt_tokens"]
         cached = (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -229,11 +208,10 @@ def running(args: argparse.Namespace) -> Iterator[list[Server]]:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         write_model(folder, args.random, args.tokenizer)
-        servers = [Server(side, folder) for side in SIDES]
-        for server in servers:
-            stack.callback(server.close)
-        for server in servers:
-            server.wait()
+        servers = []
+        for side in SIDES:
+            servers.append(Server(side, folder))
+            stack.callback(servers[-1].stop)
         yield servers
 
 
