@@ -209,7 +209,6 @@ def test_validate_model_fails_on_wrong_attention(tmp_path: Path) -> None:
     script.write_text(f"""
 import runpy, sys
 sys.argv = ["validate_model.py"] + sys.argv[1:]
-sys.path.insert(0, {str(VALIDATE.parent)!r})
 from mlx_paged.attention import gather
 original = gather.attention
 gather.attention = lambda q, k, v, scoring: original(q, k, v[:, :, ::-1] * 1.0, scoring)

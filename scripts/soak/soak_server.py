@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import subprocess
@@ -206,7 +207,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     args = parser.parse_args()
     folder = tempfile.TemporaryDirectory(prefix="soak")
-    start = partial(ServerProcess, args.model, Path(folder.name), cold=True)
+    path = os.pathsep.join(filter(None, sys.path))  # this checkout's modules
+    start = partial(ServerProcess, args.model, Path(folder.name), cold=True, PYTHONPATH=path)
     first = start("--kv-cache-memory", "100MB", "--log-level", "ERROR")
     per_token = first.stats()["pool"]["bytes_per_token"]
     first.stop()
