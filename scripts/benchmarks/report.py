@@ -109,7 +109,7 @@ def cells_of(row: dict[str, Any], metrics: Sequence[Metric]) -> list[str]:
             cells.append("-")
             continue
         value *= metric.scale
-        decimals = 0 if value == int(value) else max(0, 3 - len(str(int(value))))
+        decimals = 0 if value % 1 == 0 else max(0, 3 - len(f"{value:.0f}"))
         cells.append(f"{value:,.{decimals}f}{'' if ratio is None else f' ({ratio:.2f}x)'}")
     return cells
 
