@@ -1,9 +1,10 @@
-"""Benchmarks: stock mlx-lm against mlx_paged.
+"""Benchmarks: stock mlx-lm against mlx_paged, in one call.
 
     python scripts/bench.py COMMAND --help
 
-Models are random weights of a known shape (``--random``) or a folder (``--model``). With ``--out`` the results are
-written as JSON, with the machine and the arguments beside them, and as a figure if matplotlib is installed.
+Models are random weights of a known shape (``--random``) or a folder (``--model``). Figures of a case are medians. In
+brackets is the ratio to the first side of the case, above 1 if it is better. With ``--out`` the results are written as
+COMMAND.json, with the machine and the arguments beside them, and as COMMAND.png if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -14,16 +15,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path[:0] = [folder for folder in map(str, Path(__file__).resolve().parents[:2]) if folder not in sys.path]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 COMMANDS = {
-    "batch": "one sequence and batches: throughput, latency, first tokens and memory",
-    "prefix": "requests that share a prefix, against the stock server's prompt cache",
-    "drafts": "several tokens a step: looked up, from a draft model, and with a made acceptance",
+    "batch": "one sequence, batches and shared prefixes, on one rank or several: speed, latency and memory",
+    "drafts": "several tokens a step: looked up, and from a draft model that is right with a known chance",
     "kernel": "the kernels by themselves, on a GPU",
-    "ranks": "two ranks of one machine, and one",
     "servers": "both servers side by side: chats alone and at once",
-    "engine": "what a step of the engine takes of the host, by rows, by who waits, by what is cached",
 }
 
 
@@ -35,18 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     name = parser.parse_args(given[:1]).command
-    module = importlib.import_module(f"benchmarks.{name}")
+    from mlx_paged import PagedCacheError
+    from scripts.benchmarks.report import BenchError, report
+
+    module = importlib.import_module(f"scripts.benchmarks.{name}")
     own = argparse.ArgumentParser(
         prog=f"bench.py {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(own)
+    own.add_argument("--out", type=Path, help="folder for the results as JSON and, with matplotlib, PNG")
     args = own.parse_args(given[1:])
-    from benchmarks.models import BenchError
-
-    from mlx_paged import PagedCacheError
-
     try:
-        return int(module.run(args, given[1:]) or 0)
+        results = module.run(args, given[1:])
+        return 0 if results is None else report(args.out, name, given[1:], results, module.METRICS)
     except (BenchError, PagedCacheError) as error:
         print(f"bench.py {name}: {error}", file=sys.stderr)
         return 1

@@ -12,6 +12,9 @@ import argparse
 import pkgutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_paged.patches import registry, samplers
 from mlx_paged.patches.patch import fingerprint

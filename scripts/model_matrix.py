@@ -8,26 +8,21 @@ import re
 import sys
 import warnings
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mlx_lm.generate import generate_step  # noqa: E402
+from mlx_lm.generate import generate_step
 
-import mlx_paged  # noqa: E402
-from mlx_paged import PagedConfig, PagedKVCache, warn  # noqa: E402
-from scripts.support import model_configs  # noqa: E402
+import mlx_paged
+from mlx_paged import PagedConfig, PagedKVCache, warn
+from scripts.support import model_configs
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 TABLE = f"{'|---' * 13}|\n"  # the line below the table's header
 FIGURES = "\n## On a GPU\n"  # the heading after the table
 BLOCK_SIZE = 8
@@ -245,22 +240,13 @@ def figure(row: Row, value: float | None) -> str:
     return "tokens differ" if value is None else "0" if value == 0 else f"{value:.0e}"
 
 
-def examine_apart(name: str) -> Row:
-    """Run :func:`examine` in a process of its own: a crash in a module ends only that process."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        try:
-            return pool.submit(examine, name).result()
-        except BrokenProcessPool as error:
-            return Row(name, "failed", reasons=str(error))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", help="names of mlx_lm.models (default: all)")
     modules = parser.parse_args().modules
     rows = []
     for name in modules or model_configs.modules():
-        rows.append(examine_apart(name))
+        rows.append(examine(name))
         print(line_of(rows[-1]), flush=True)
     known = lines_of_page() if modules else {}
     PAGE.write_text(page_of({**known, **{row.module: line_of(row) for row in rows}}))

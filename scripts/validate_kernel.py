@@ -14,17 +14,21 @@ import argparse
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from support.paged_decode import decode_variants, gather_blocks, paged_decode, write_slots
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mlx_paged.cli.doctor.shapes import Shape, popular_shapes
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.cases import attention
 from mlx_paged.kernels.check import MAX_RMS, outcome_of, ragged_difference, self_check
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_QUERY_LENGTH, SHARED_BODIES, Variant
 from mlx_paged.kernels.quantized import PageShape
+from scripts.support.paged_decode import decode_variants, gather_blocks, paged_decode, write_slots
 
 ROPE = 64  # elements of a rotary part beside a latent
 # dtype, elements of a latent, query heads, block size
@@ -37,28 +41,26 @@ LATENTS = (
     (mx.float16, 512, 128, 64),
     (mx.float32, 512, 16, 32),
 )
-DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 
 
-def shapes() -> list[dict[str, Any]]:
-    """Return the sweep: every head_dim in bf16, then dtypes, ratios, block sizes, and softcap with sinks."""
-    base: dict[str, Any] = {"dtype": "bf16", "dim": 128, "gqa": 4, "block": 32, "extras": False}
-    changes: list[dict[str, Any]] = [{"dim": dim} for dim in HEAD_DIMS]
-    changes += [{"dtype": "f32"}, {"dtype": "f16"}, {"extras": True}]
-    changes += [{"gqa": gqa} for gqa in (1, 7, 16)] + [{"block": block} for block in (8, 16, 64, 128)]
-    changes += [{"dim": 64, "extras": True, "dtype": "f16"}, {"dim": 256, "gqa": 2}]
-    return [{**base, **change} for change in changes]
+def shapes() -> list[Shape]:
+    """Return the doctor's shapes, and one for each other head_dim, ratio and block size, and for softcap with sinks."""
+    base = Shape(mx.bfloat16, 128, 4, 32)
+    others = [base._replace(head_dim=dim) for dim in HEAD_DIMS]
+    others += [base._replace(block_size=block) for block in (8, 16, 64, 128)]
+    others += [base._replace(gqa=16), base._replace(softcap=True, sinks=True), Shape(mx.float16, 64, 4, 32, True, True)]
+    return list(dict.fromkeys([*popular_shapes(32), *others]))
 
 
 def variants(bits: Any, group_size: int) -> Iterator[Variant]:
     """Yield the variants to check: over quantised pages of ``bits``, or else over plain pages and latents."""
     for shape in shapes():
-        dtype, dim, gqa = DTYPES[shape["dtype"]], shape["dim"], shape["gqa"]
+        dim = shape.head_dim
         if bits and dim % group_size:
             continue
-        pages = PageShape.of(dim, bits, group_size, dtype) if bits else None
-        heads = dtype, dim, dim, 2 * gqa, 2, shape["block"]
-        for variant in kernels.variants_of(*heads, shape["extras"], shape["extras"], pages):
+        pages = PageShape.of(dim, bits, group_size, shape.dtype) if bits else None
+        heads = shape.dtype, dim, dim, 2 * shape.gqa, 2, shape.block_size
+        for variant in kernels.variants_of(*heads, shape.softcap, shape.sinks, pages):
             yield variant
             shared = kernels.shared_variant_of(variant)
             if shared is not None:

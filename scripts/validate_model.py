@@ -15,16 +15,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from benchmarks.models import DTYPES, PRESETS, BenchError, load_model, random_model
-from benchmarks.report import list_of, positive, table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from scripts.benchmarks.models import add_model_arguments, chosen_model
+from scripts.benchmarks.report import BenchError, list_of, positive, table
 
 SEED = 7
 LIMIT, LEAST_LIMIT = 0.1, 1e-4  # RMS, in standard deviations of the logits
@@ -70,16 +74,13 @@ def compare(a: np.ndarray, b: np.ndarray) -> Difference:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--random", choices=sorted(PRESETS), default="tiny", help="a model of random weights")
-    source.add_argument("--model", help="a model folder")
-    parser.add_argument("--dtype", choices=sorted(DTYPES))
+    add_model_arguments(parser)
     parser.add_argument("--contexts", type=list_of(positive), default=[512, 2048], help="tokens of each prompt")
     parser.add_argument("--tokens", type=positive, default=32, help="tokens after the prompt")
     parser.add_argument("--chunk", type=positive, default=2048, help="prefill step size")
     args = parser.parse_args()
     try:
-        model = load_model(args.model, args.dtype) if args.model else random_model(args.random, args.dtype)
+        model = chosen_model(args)
     except BenchError as error:
         print(f"validate_model: {error}", file=sys.stderr)
         return 2

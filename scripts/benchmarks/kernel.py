@@ -9,8 +9,9 @@
 
 Queries are in bf16, of one position per sequence in decode. Launches are chained (a launch's output is the next one's
 query), many to an eval, and inputs rotate among sets that together exceed the L2 cache. They are queued while the
-device is busy with something else, so a host that needs longer for a launch than the device does not count. Writes
-kernel.json and kernel.png.
+device is busy with something else, so a host that needs longer for a launch than the device does not count.
+
+GB/s are of the keys and values, in bf16 and common ones counted once, over the time; compare with the device copy.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -34,9 +36,13 @@ from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kernels.shared_runs import Partitions, cut_of, interleaved, items_for, shared_items, shared_rows
 from scripts.support.paged_decode import decode_variants
 
-from .models import BenchError
-from .report import Panel, add_out_argument, write_results
+from .report import BenchError, Metric
 
+METRICS = (
+    Metric("us", "seconds", "less", 1e6, is_plotted=False),
+    Metric("GB/s", "bytes_per_s", scale=1e-9),
+    Metric("TFLOP/s", "flops_per_s", scale=1e-12),
+)
 Chain = Callable[[int], mx.array]  # builds n dependent launches
 SHAPES = {"32/8x128": (32, 8, 128), "32/8x64": (32, 8, 64), "8/4x256": (8, 4, 256), "64/8x128": (64, 8, 128)}
 LATENTS = [(32, 16384, heads) for heads in (128, 64, 20)] + [(n, 4096, heads) for n in (16, 1) for heads in (128, 20)]
@@ -52,12 +58,6 @@ KV_GROUP_SIZE = 64
 ROTATE_BYTES = 256 << 20
 HEAD_START = 0.02  # seconds
 DTYPE = mx.bfloat16
-PANELS: dict[str, Panel] = {
-    "decode": ("dense time / paged time", lambda r: r["dense_s"] / r["paged_s"]),
-    "latents": ("gather time / paged time", lambda r: r["gather_s"] / r["paged_s"]),
-    "prefill": ("dense time / paged time", lambda r: r["dense_s"] / r["paged_s"]),
-    "shared": ("speed-up by common blocks", lambda r: r["speedup"]),
-}
 
 
 def seconds_of(*work: mx.array) -> float:
@@ -191,32 +191,30 @@ def dense_chain(q: mx.array, shape: tuple[int, ...], sets: int, mask: str | None
     return chain
 
 
-def measure_decode(batch: int, context: int, name: str, copy: float, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of each side, and ratios to a device copy and to dense attention."""
+def measure_decode(batch: int, context: int, name: str, kv_bits: Sequence[Any]) -> dict[str, Any]:
+    """Return the work and the seconds of decode: dense attention, and the kernel over plain and quantised pages."""
     n_q, n_kv, head_dim = SHAPES[name]
     read, tables = 2 * batch * context * n_kv * head_dim * DTYPE.size, shuffled_tables(batch, context)
     q, rows, sets = noise(batch, n_q, 1, head_dim), steps_of(tables, context), sets_for(read)
-    row: dict[str, Any] = {"case": f"{name}, {context}", "side": f"batch {batch}", "kv_bytes": read}
-    for bits in (None, *args.kv_bits):
+    dense = dense_chain(q, (batch, n_kv, context, head_dim), sets)
+    seconds = {"dense": seconds_per_launch(dense, launches_for(read))}
+    del dense
+    for bits in (None, *kv_bits):
         pages = pages_of(head_dim, bits)
-        kind, itemsize = ("paged_s", 2) if pages is None else (f"paged_{pages.k.bits}_{pages.v.bits}_s", pages.itemsize)
+        side, itemsize = ("paged", 2) if pages is None else (f"paged {pages.k.bits}/{pages.v.bits}", pages.itemsize)
         pools = pools_of(tables, n_kv, head_dim, max(1, min(64, int(sets * 2 / itemsize))), pages)
         launch = kernels.prepare_decode(*pools[0], rows, n_q_heads=n_q, scale=head_dim**-0.5, pages=pages)
-        row[kind] = seconds_per_launch(chain_of(launch, q, pools), launches_for(read))
+        seconds[side] = seconds_per_launch(chain_of(launch, q, pools), launches_for(read))
         del pools
-    row["dense_s"] = seconds_per_launch(dense_chain(q, (batch, n_kv, context, head_dim), sets), launches_for(read))
-    row["share_of_copy"] = read / row["paged_s"] / copy
-    return row
+    return {"case": f"{name}, {batch} x {context}", "bytes": read, "seconds": seconds}
 
 
-def measure_latents(batch: int, context: int, heads: int, copy: float) -> dict[str, Any]:
-    """Return seconds of decode attention over latents, by the kernel and over gathered latents."""
+def measure_latents(batch: int, context: int, heads: int) -> dict[str, Any]:
+    """Return the work and the seconds of decode attention over latents, by the kernel and over gathered latents."""
     read, tables = batch * context * (RANK + ROPE) * DTYPE.size, shuffled_tables(batch, context)
-    sets = sets_for(read)
-    pools = [tuple(noise(tables.size + 1, 1, BLOCK_SIZE, dim) for dim in (RANK, ROPE)) for _ in range(sets)]
+    pools = [tuple(noise(tables.size + 1, 1, BLOCK_SIZE, dim) for dim in (RANK, ROPE)) for _ in range(sets_for(read))]
     q, scale = noise(batch, heads, 1, RANK + ROPE), (RANK + ROPE) ** -0.5
-    rows = steps_of(tables, context)
-    launch = kernels.prepare_decode(*pools[0], rows, n_q_heads=heads, scale=scale, latent=True)
+    launch = kernels.prepare_decode(*pools[0], steps_of(tables, context), n_q_heads=heads, scale=scale, latent=True)
 
     def attend(x: mx.array, *given: mx.array) -> tuple[mx.array, mx.array]:
         out, fence = launch(x, *given)
@@ -225,30 +223,33 @@ def measure_latents(batch: int, context: int, heads: int, copy: float) -> dict[s
     def gathered(n: int) -> mx.array:
         x = q
         for i in range(n):
-            latents, rotated = (p[tables].reshape(batch, 1, -1, p.shape[-1])[:, :, :context] for p in pools[i % sets])
+            latents, rotated = (
+                p[tables].reshape(batch, 1, -1, p.shape[-1])[:, :, :context] for p in pools[i % len(pools)]
+            )
             keys = mx.concatenate([latents, rotated], axis=-1)
             out = mx.fast.scaled_dot_product_attention(x, keys, latents, scale=scale)
             x = mx.depends(q, out)
         return out
 
-    row: dict[str, Any] = {"case": f"{heads} heads, {context}", "side": f"batch {batch}", "kv_bytes": read}
-    row["paged_s"] = seconds_per_launch(chain_of(attend, q, pools), launches_for(read))
-    row["gather_s"] = seconds_per_launch(gathered, 2, repeats=3)
-    row["share_of_copy"] = read / row["paged_s"] / copy
-    row["paged_flops_per_s"] = 2 * batch * context * heads * (2 * RANK + ROPE) / row["paged_s"]
-    return row
+    chain = chain_of(attend, q, pools)
+    seconds = {
+        "gather": seconds_per_launch(gathered, 2, repeats=3),
+        "paged": seconds_per_launch(chain, launches_for(read)),
+    }
+    flops = 2 * batch * context * heads * (2 * RANK + ROPE)
+    return {"case": f"{heads} heads, {batch} x {context}", "bytes": read, "flops": flops, "seconds": seconds}
 
 
 def measure_shared(batch: int, common: int, own: int, name: str, bits: Any = None) -> dict[str, Any]:
-    """Return seconds of decode attention of rows whose first ``common`` tokens are in the same blocks: each row by
-    itself, and common blocks read once for several rows. ``bits``: of quantised pages; None: plain."""
+    """Return the work and the seconds of decode attention of rows whose first ``common`` tokens are in the same blocks:
+    each row by itself, and common blocks read once for several rows. ``bits``: of quantised pages; None: plain."""
     n_q, n_kv, head_dim = SHAPES[name]
     length, leading = common + own, common // BLOCK_SIZE
     host = np.array(shuffled_tables(batch, length))
     host[:, :leading] = host[0, :leading]
     pages = pages_of(head_dim, bits)
     itemsize = DTYPE.size if pages is None else pages.itemsize
-    read = int(2 * (common + batch * own) * n_kv * head_dim * itemsize)
+    read = 2 * (common + batch * own) * n_kv * head_dim * DTYPE.size
     tables = mx.array(host)
     most = max(1, int((8 << 30) // (2 * tables.size * BLOCK_SIZE * n_kv * head_dim * itemsize)))
     pools = pools_of(tables, n_kv, head_dim, min(sets_for(read), most), pages)
@@ -256,26 +257,25 @@ def measure_shared(batch: int, common: int, own: int, name: str, bits: Any = Non
     given: dict[str, Any] = {"n_q_heads": n_q, "scale": head_dim**-0.5, "pages": pages}
     (plain, *_) = decode_variants(*pools[0], n_q, pages=pages)
     variant, shared = kernels.shared_variant_of(plain), shared_rows(host, [host.shape[1]] * batch, BLOCK_SIZE)
-    launches, chosen = {"paged": kernels.prepare_decode(*pools[0], rows, **given)}, None
+    launches = {"each row": kernels.prepare_decode(*pools[0], rows, **given)}
     if variant is not None and shared is not None:
         cut = cut_of(variant, n_kv)
         seen = Partitions.of(np.full(batch, length), cut.shape)
         chosen = items_for(shared, seen, cut)
         items = mx.array(interleaved(shared_items(shared, seen, cut.shape), cut.at_once) if chosen is None else chosen)
-        launches["shared"] = kernels.prepare_decode(
+        launches["together" if chosen is not None else "together, not chosen"] = kernels.prepare_decode(
             *pools[0], rows, **given, variant=variant, launch_shape=cut.shape, items=items
         )
+    seconds = {
+        side: seconds_per_launch(chain_of(launch, q, pools), launches_for(read)) for side, launch in launches.items()
+    }
     format_ = "" if bits is None else f", {bits} bits"
-    row: dict[str, Any] = {"case": f"{name}, {common} + {own}{format_}", "side": f"batch {batch}"}
-    for side, launch in launches.items():
-        row[f"{side}_s"] = seconds_per_launch(chain_of(launch, q, pools), launches_for(read))
-    row["chosen"] = chosen is not None
-    row["speedup"] = row["paged_s"] / row["shared_s" if row["chosen"] else "paged_s"]
-    return row
+    return {"case": f"{name}, {batch} x ({common} + {own}){format_}", "bytes": read, "seconds": seconds}
 
 
 def measure_prefill(batch: int, count: int, prefix: int, name: str) -> dict[str, Any]:
-    """Return seconds of a launch for a pack, and of MLX's attention over dense arrays of the same shapes."""
+    """Return the work and the seconds of a launch for a pack, and of MLX's attention over dense arrays of the same
+    shapes."""
     n_q, n_kv, head_dim = SHAPES[name]
     length = count + prefix
     flops = 4 * n_q * head_dim * batch * (count * prefix + count * (count + 1) // 2)
@@ -284,61 +284,44 @@ def measure_prefill(batch: int, count: int, prefix: int, name: str) -> dict[str,
     pools = pools_of(tables, n_kv, head_dim, 1, None)
     launch = prepare_prefill(*pools[0], tables, [count] * batch, [length] * batch, n_q_heads=n_q, scale=head_dim**-0.5)
     dense = dense_chain(noise(batch, n_q, count, head_dim), (batch, n_kv, length, head_dim), 1, "causal")
-    row: dict[str, Any] = {"case": f"{name}, {count} after {prefix}", "side": f"batch {batch}"}
-    row["paged_s"] = seconds_per_launch(chain_of(launch, noise(batch * count, n_q, 1, head_dim), pools), launches)
-    row["dense_s"] = seconds_per_launch(dense, launches)
-    for side in ("paged", "dense"):
-        row[f"{side}_flops_per_s"] = flops / row[f"{side}_s"]
-    return row
+    paged = chain_of(launch, noise(batch * count, n_q, 1, head_dim), pools)
+    seconds = {"dense": seconds_per_launch(dense, launches), "paged": seconds_per_launch(paged, launches)}
+    return {"case": f"{name}, {batch} x {count} after {prefix}", "flops": flops, "seconds": seconds}
 
 
-def told(row: dict[str, Any]) -> str:
-    """Return a row's figures: microseconds, shares, GB/s and TFLOP/s."""
-    parts = [f"{row['case']}, {row['side']}:"]
-    for name, value in row.items():
-        if name.endswith("flops_per_s"):
-            parts.append(f"{name.removesuffix('_flops_per_s')} {value / 1e12:.0f} TFLOP/s")
-        elif name.endswith("_s"):
-            parts.append(f"{name.removesuffix('_s')} {value * 1e6:.1f} us")
-    if "chosen" in row:
-        parts.append(f"chosen {row['chosen']}, speed-up {row['speedup']:.2f}")
-    if "kv_bytes" in row:
-        parts.append(f"{row['kv_bytes'] / row['paged_s'] / 1e9:.0f} GB/s, {row['share_of_copy']:.2f} of a copy")
-    if "dense_s" in row:
-        parts.append(f"dense/paged {row['dense_s'] / row['paged_s']:.2f}")
-    return " ".join([parts[0], ", ".join(parts[1:])])
+def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the work and the seconds of each case."""
+    if args.what == "latents":
+        yield from (measure_latents(*shape) for shape in LATENTS)
+    elif args.what == "shared":
+        for bits in args.kv_bits or [None]:
+            yield from (measure_shared(*case, name, bits) for name in SHAPES for case in SHARED)
+    elif args.what == "prefill":
+        yield from (measure_prefill(*shape, name) for name in SHAPES for shape in PREFILLS)
+    else:
+        for name in SHAPES:
+            for batch in args.batches:
+                yield from (measure_decode(batch, context, name, args.kv_bits) for context in args.contexts)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--what", choices=PANELS, default="decode")
+    parser.add_argument("--what", choices=("decode", "latents", "prefill", "shared"), default="decode")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--kv-bits", type=parse_kv_bits, nargs="*", default=[], help="quantised pages: 8, 4 or 8,4")
-    add_out_argument(parser)
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Print a line for each case and write the files. Raises BenchError where the kernel cannot run."""
+def run(args: argparse.Namespace, argv: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the figures of each side of each case. Raises BenchError where the kernel cannot run."""
     needed = ("cuda",) if args.what == "prefill" else ("cuda", "metal")
     if kernels.backend() not in needed:
         raise BenchError(f"MLX sees no GPU here of the kind that {args.what} needs: {' or '.join(needed)}")
     mx.set_default_device(mx.gpu)
-    copy = copy_bandwidth()
-    print(f"{mx.device_info().get('device_name', '?')}, mlx {mx.__version__}, copy {copy / 1e9:.0f} GB/s")
-    if args.what == "latents":
-        measured = (measure_latents(*shape, copy) for shape in LATENTS)
-    elif args.what == "shared":
-        measured = (
-            measure_shared(*case, name, bits) for bits in args.kv_bits or [None] for name in SHAPES for case in SHARED
-        )
-    elif args.what == "prefill":
-        measured = (measure_prefill(*shape, name) for name in SHAPES for shape in PREFILLS)
-    else:
-        shapes = ((batch, context, name) for name in SHAPES for batch in args.batches for context in args.contexts)
-        measured = (measure_decode(*shape, copy, args) for shape in shapes)
-    rows = []
-    for row in measured:
-        rows.append(row)
-        print(told(row), flush=True)
-    title = f"kernels, {args.what}"
-    write_results(args.out, "kernel", argv, rows, [PANELS[args.what]], "case", title, copy_bytes_per_s=copy)
+    results = []
+    for found in measured(args):
+        for side, seconds in found.pop("seconds").items():
+            rates = {f"{kind}_per_s": work / seconds for kind, work in found.items() if kind != "case"}
+            results.append({"case": found["case"], "side": side, "seconds": seconds, **rates})
+            print(f"{found['case']}, {side}: {1e6 * seconds:.1f} us", file=sys.stderr, flush=True)
+    results.append({"case": "device copy", "side": results[0]["side"], "bytes_per_s": copy_bandwidth()})
+    return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +12,15 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, llama, qwen3, qwen3_5, qwen3_moe
 
+import mlx_paged
+from mlx_paged import PagedConfig
+
+from .report import BenchError
+
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 SEED = 7
+GROUP_SIZE = 64  # of quantised weights
 CPU_CACHE_LIMIT = 1 << 30  # MLX's CPU build keeps 32 MB of freed buffers; larger temporaries are paged in each time
-
-
-class BenchError(Exception):
-    """The benchmark cannot be run, or did not measure what it says it measures."""
 
 
 class Preset(NamedTuple):
@@ -92,19 +95,19 @@ PRESETS = {
 }  # fmt: skip
 
 
-def quantized(model: Any, bits: int | None, group_size: int) -> Any:
+def quantized(model: Any, bits: int | None) -> Any:
     """Return the model with weights of ``bits`` where rows divide into groups; None leaves it unchanged."""
     if bits is None:
         return model
 
     def fits(_: str, module: nn.Module) -> bool:
-        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % GROUP_SIZE == 0
 
-    nn.quantize(model, group_size, bits, class_predicate=fits)
+    nn.quantize(model, GROUP_SIZE, bits, class_predicate=fits)
     return model
 
 
-def random_model(preset: str, dtype: str | None, bits: int | None = None, group_size: int = 64, **changed: Any) -> Any:
+def random_model(preset: str, dtype: str | None, bits: int | None = None, **changed: Any) -> Any:
     """Return the preset's model with random weights, the same in every run; quantised if ``bits`` is given.
 
     Args:
@@ -116,13 +119,13 @@ def random_model(preset: str, dtype: str | None, bits: int | None = None, group_
     if tied:
         model.sanitize({})
     model.set_dtype(DTYPES[dtype or PRESETS[preset].dtype])
-    quantized(model, bits, group_size)
+    quantized(model, bits)
     for _, array in tree_flatten(model.parameters()):
         mx.eval(array)  # one by one, since each was larger before its conversion
     return model.eval()
 
 
-def load_model(path: str, dtype: str | None, bits: int | None = None, group_size: int = 64) -> Any:
+def load_model(path: str, dtype: str | None, bits: int | None = None) -> Any:
     """Load a model from a folder with mlx-lm; quantise it if ``bits`` is given."""
     from mlx_lm.utils import load_model as load
 
@@ -131,7 +134,7 @@ def load_model(path: str, dtype: str | None, bits: int | None = None, group_size
     model, _ = load(Path(path))
     if dtype:
         model.set_dtype(DTYPES[dtype])
-    quantized(model, bits, group_size)
+    quantized(model, bits)
     mx.eval(model.parameters())
     return model
 
@@ -139,27 +142,28 @@ def load_model(path: str, dtype: str | None, bits: int | None = None, group_size
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that choose the model; see :func:`chosen_model`."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--random", choices=sorted(PRESETS), default=None, help="a model of random weights")
+    source.add_argument("--random", choices=sorted(PRESETS), default="tiny", help="a model of random weights")
     source.add_argument("--model", default=None, help="a model folder")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default=None, help="of weights (default: the model's)")
     parser.add_argument(
         "--bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantise the weights (default: as they are)"
     )
-    parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=64, help="of --bits (default 64)")
 
 
 def chosen_model(args: argparse.Namespace) -> Any:
     """Return the model that the arguments name, ``tiny`` if they name none."""
     if not on_gpu():
         mx.set_cache_limit(CPU_CACHE_LIMIT)
-    how = (args.dtype, args.bits, args.group_size)
-    return load_model(args.model, *how) if args.model else random_model(args.random or "tiny", *how)
+    if args.model:
+        return load_model(args.model, args.dtype, args.bits)
+    return random_model(args.random, args.dtype, args.bits)
 
 
-def model_name(args: argparse.Namespace) -> str:
-    """Return the model's name in reports."""
-    name = Path(args.model).resolve().name if args.model else args.random or "tiny"
-    return f"{name}{'' if args.bits is None else f', {args.bits} bits'}"
+def patch_anew(args: argparse.Namespace) -> None:
+    """Patch mlx-lm with a new pool, configured by the arguments."""
+    mlx_paged.remove_patches()
+    gc.collect()  # frees the former pool
+    mlx_paged.apply_patches(PagedConfig.from_env().with_arguments(args))
 
 
 def vocabulary_of(model: Any) -> int:

@@ -10,7 +10,6 @@ CPU time for a token. Prompts of a round are new to both, and answers are greedy
 
 With ``--turns``, one chat of that many turns instead: how many tokens of each prompt are new, and how many each server
 computes. A client sends the messages again in each turn; in some it has changed one in the middle.
-Writes servers.json and servers.png.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ import json
 import os
 import random
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,32 +33,23 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from transformers import AutoTokenizer
 
-from .models import PRESETS, SEED, BenchError, random_model
-from .report import Column, Panel, add_out_argument, list_of, medians, positive, print_columns, write_results
+from mlx_paged.engine.sharing import common_length
+from tests.support.processes.server_process import ServerProcess
 
-PANELS: tuple[Panel, ...] = (
-    ("tokens/s", lambda r: r["tokens_per_s"]),
-    ("CPU ms/token", lambda r: r["cpu_ms_per_token"]),
-    ("last first token, s", lambda r: r["last_first_s"]),
+from .models import PRESETS, SEED, random_model
+from .report import BenchError, Metric, list_of, positive
+
+METRICS = (
+    Metric("tokens/s", "tokens_per_s", "more"),
+    Metric("CPU ms/token", "cpu_ms_per_token", "less"),
+    Metric("last first ms", "last_first_s", "less", 1e3),
+    Metric("prompt", "prompt_tokens", is_plotted=False),
+    Metric("new", "new_tokens", is_plotted=False),
+    Metric("computed", "computed_tokens", "less"),
+    Metric("first ms", "first_s", "less", 1e3),
+    Metric("CPU ms", "cpu_s", "less", 1e3),
 )
-TURN_PANELS: tuple[Panel, ...] = (
-    ("prompt tokens computed", lambda r: r["computed_tokens"]),
-    ("first token, s", lambda r: r["first_s"]),
-)
-COLUMNS: tuple[Column, ...] = (
-    ("tokens/s", lambda r: f"{r['tokens_per_s']:.1f}"),
-    ("CPU ms/token", lambda r: f"{r['cpu_ms_per_token']:.2f}"),
-    ("last first, s", lambda r: f"{r['last_first_s']:.3f}"),
-)
-TURN_COLUMNS: tuple[Column, ...] = (
-    ("prompt", lambda r: str(r["prompt_tokens"])),
-    ("new", lambda r: str(r["new_tokens"])),
-    ("computed", lambda r: str(r["computed_tokens"])),
-    ("first, s", lambda r: f"{r['first_s']:.2f}"),
-    ("CPU s", lambda r: f"{r['cpu_s']:.2f}"),
-)
-SIDES = {"stock": ("mlx_lm", "server"), "paged": ("mlx_paged.server",)}
-SECONDS = 120  # limit for a server to become ready
+SIDES = {"stock": "mlx_lm", "paged": "mlx_paged"}
 WORDS = ("river", "stone", "window", "green", "paper", "yellow", "sudden", "morning", "winter", "bottle")
 
 
@@ -84,46 +72,21 @@ def write_model(folder: Path, preset: str, tokenizer: Path) -> None:
 
 
 class Answer(NamedTuple):
-    """The answer to a chat.
-
-    Attributes:
-        text: its text.
-        usage: the tokens that the server counts.
-        first_s, seconds: seconds to the first event, and to the end.
-    """
+    """The answer to a chat: its text, the tokens that the server counts, and the seconds to the first event."""
 
     text: str
     usage: dict[str, Any]
     first_s: float
-    seconds: float
 
 
-class Server:
-    """A server in a process of its own, on a port of this machine."""
+class Server(ServerProcess):
+    """A server in a process of its own, which has answered a chat."""
 
-    def __init__(self, side: str, folder: Path, options: Sequence[str] = ()) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        self.side, self.folder = side, folder
-        self._log = (folder / f"{side}.log").open("wb")
-        command = [sys.executable, "-m", *SIDES[side], "--model", str(folder), "--port", str(self.port), *options]
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
-
-    def wait(self) -> None:
-        """Wait until it answers. Raises BenchError if it does not."""
-        end = time.monotonic() + SECONDS
-        while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(OSError, BenchError):
-                self.chat([{"role": "user", "content": "hello"}], 2)
-                return
-            time.sleep(0.2)
-        said = (self.folder / f"{self.side}.log").read_text()[-500:]
-        raise BenchError(f"the {self.side} server is not ready: {said}")
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait()
-        self._log.close()
+    def __init__(self, side: str, folder: Path) -> None:
+        path = os.pathsep.join(filter(None, sys.path))  # this checkout's modules
+        super().__init__(folder, folder, command=SIDES[side], cold=True, PYTHONPATH=path)
+        self.side = side
+        self.answer([{"role": "user", "content": "hello"}], 2)
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of its process; NaN without /proc."""
@@ -133,7 +96,7 @@ class Server:
         fields = stat.read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def chat(self, messages: Sequence[dict[str, str]], num_tokens: int) -> Answer:
+    def answer(self, messages: Sequence[dict[str, str]], num_tokens: int) -> Answer:
         """Return the answer to a chat."""
         begin, first, usage, text = time.perf_counter(), 0.0, {}, ""
         body = {
@@ -158,31 +121,24 @@ class Server:
                         text += choice["delta"].get("content") or ""
         finally:
             connection.close()
-        return Answer(text, usage, first, time.perf_counter() - begin)
+        return Answer(text, usage, first)
 
 
 def prompts_of(rng: random.Random, count: int, words: int) -> list[str]:
     return [" ".join(rng.choice(WORDS) for _ in range(words)) for _ in range(count)]
 
 
-def measured(server: Server, prompts: Sequence[str], num_tokens: int) -> dict[str, float]:
+def measured(server: Server, prompts: Sequence[str], num_tokens: int) -> dict[str, Any]:
     """Send chats at once, and return their figures."""
-    found: list[Answer] = []
-
-    def ask(prompt: str) -> None:
-        found.append(server.chat([{"role": "user", "content": prompt}], num_tokens))
-
-    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     used, begin = server.cpu_seconds(), time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(chats)) as pool:
+        found = list(pool.map(lambda chat: server.answer(chat, num_tokens), chats))
     seconds, used = time.perf_counter() - begin, server.cpu_seconds() - used
-    if len(found) < len(prompts):
-        raise BenchError(f"the {server.side} server has failed {len(prompts) - len(found)} chat(s)")
     total = sum(answer.usage["completion_tokens"] for answer in found)
     return {
+        "case": f"{len(chats)} chat(s)",
+        "side": server.side,
         "tokens_per_s": total / seconds,
         "cpu_ms_per_token": 1e3 * used / total,
         "last_first_s": max(answer.first_s for answer in found),
@@ -190,10 +146,10 @@ def measured(server: Server, prompts: Sequence[str], num_tokens: int) -> dict[st
     }
 
 
-def converse(server: Server, tokenizer: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Hold a chat, and return the figures of each turn. The user's messages are the same in each run; the answers are
+def converse(server: Server, tokenizer: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Hold a chat, and yield the figures of each turn. The user's messages are the same in each run; the answers are
     the server's. New tokens are those after the longest prefix shared with an earlier prompt and its answer."""
-    rng, messages, figures = random.Random(SEED), [], []
+    rng, messages = random.Random(SEED), []
     known: list[list[int]] = []
     for turn in range(1, args.turns + 1):
         if turn in args.edited:  # a message in the middle
@@ -201,48 +157,36 @@ def converse(server: Server, tokenizer: Any, args: argparse.Namespace) -> list[d
             messages[middle]["content"] = f"{prompts_of(rng, 1, 3)[0]} {messages[middle]['content']}"
         messages.append({"role": "user", "content": prompts_of(rng, 1, args.words * (5 if turn == 1 else 1))[0]})
         tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        shared = max((_in_common(tokens, each) for each in known), default=0)
+        shared = max((common_length(tokens, each) for each in known), default=0)
         used = server.cpu_seconds()
-        answer = server.chat(messages, args.answer)
+        answer = server.answer(messages, args.answer)
         used = server.cpu_seconds() - used
         prompt_tokens = answer.usage["prompt_tokens"]
         cached = (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        figures.append(
-            {
-                "side": server.side,
-                "turn": turn,
-                "prompt_tokens": prompt_tokens,
-                "new_tokens": len(tokens) - shared,
-                "computed_tokens": prompt_tokens - cached,
-                "first_s": answer.first_s,
-                "cpu_s": used,
-            }
-        )
+        yield {
+            "case": f"turn {turn}",
+            "side": server.side,
+            "prompt_tokens": prompt_tokens,
+            "new_tokens": len(tokens) - shared,
+            "computed_tokens": prompt_tokens - cached,
+            "first_s": answer.first_s,
+            "cpu_s": used,
+        }
         messages.append({"role": "assistant", "content": answer.text})
         known.append(tokenizer.apply_chat_template(messages, return_dict=False))
-    return figures
-
-
-def _in_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of two prompts' common prefix."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def run_turns(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Hold the chat of ``--turns`` with each server. Print the figures, and return them."""
-    results: list[dict[str, Any]] = []
+    """Return the figures of the chat of ``--turns`` with each server; print their sums."""
     tokenizer = AutoTokenizer.from_pretrained(str(args.tokenizer))
     with running(args) as servers:
-        for server in servers:
-            results += converse(server, tokenizer, args)
-    print_columns(sorted(results, key=lambda each: each["turn"]), ("turn", "side"), TURN_COLUMNS)
-    for side in args.sides:
-        mine = [each for each in results if each["side"] == side]
+        results = [list(converse(server, tokenizer, args)) for server in servers]
+    for mine in results:
         sums = {
             name: sum(each[name] for each in mine) for name in ("new_tokens", "computed_tokens", "first_s", "cpu_s")
         }
-        print(f"{side}: " + ", ".join(f"{name} {value:,.1f}" for name, value in sums.items()))
-    return results
+        print(f"{mine[0]['side']}: " + ", ".join(f"{name} {value:,.1f}" for name, value in sums.items()))
+    return [figures for turn in zip(*results, strict=True) for figures in turn]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -256,8 +200,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--edited", type=list_of(positive), default=[], help="turns in which an old message has changed"
     )
-    parser.add_argument("--sides", type=list_of(str), default=list(SIDES), help="stock,paged")
-    add_out_argument(parser)
 
 
 @contextlib.contextmanager
@@ -266,18 +208,17 @@ def running(args: argparse.Namespace) -> Iterator[list[Server]]:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         write_model(folder, args.random, args.tokenizer)
-        servers = [Server(side, folder) for side in args.sides]
-        for server in servers:
-            stack.callback(server.close)
-        for server in servers:
-            server.wait()
+        servers = []
+        for side in SIDES:
+            servers.append(Server(side, folder))
+            stack.callback(servers[-1].stop)
         yield servers
 
 
-def run(args: argparse.Namespace, given: Sequence[str]) -> None:
+def run(args: argparse.Namespace, given: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the figures of each server in each round, or in each turn."""
     if args.turns is not None:
-        write_results(args.out, "servers", given, run_turns(args), TURN_PANELS, "turn", args.random)
-        return
+        return run_turns(args)
     rng, results = random.Random(SEED), []
     for number in range(args.rounds):
         with running(args) as servers:
@@ -287,7 +228,5 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> None:
             for count in args.chats:
                 prompts = prompts_of(rng, count, args.words)
                 for server in servers if number % 2 == 0 else reversed(servers):
-                    figures = measured(server, prompts, args.answer)
-                    results.append({"side": server.side, "chats": count, "round": number, **figures})
-    print_columns(medians(results, ("chats", "side")), ("chats", "side"), COLUMNS)
-    write_results(args.out, "servers", given, results, PANELS, "chats", args.random)
+                    results.append(measured(server, prompts, args.answer))
+    return results

@@ -14,7 +14,10 @@ import json
 import logging
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mlx_paged.cli import server
 from mlx_paged.engine.sharing import common_length

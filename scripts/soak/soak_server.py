@@ -1,17 +1,17 @@
-"""Loads a server with about twice what its budget holds, for some minutes, and checks that nothing is lost.
+"""Load a server with about twice what its budget holds, for some minutes, and check that nothing is lost.
 
     python scripts/soak/soak_server.py --model path/to/model --minutes 60 --rounds 12 --tokens 4096
 
 It starts ``python -m mlx_paged server`` with room for ``--tokens`` tokens. Clients that together want twice as many
 come and go: short and long prompts, with beginnings that others share and without, streams, answers that nobody waits
 for, samples with seeds, stop strings. They do so in rounds, between which the server rests until it has given back
-what it keeps for work to come. At the end the script exits with 1 unless
+what it keeps for work to come. When the time is over no request is sent any more, and those that run have a minute to
+end. Then the script exits with 1 unless
 
-- the process is the one that was started, it is healthy, has restarted nothing, and no request has failed;
+- the process is the one that was started, it is healthy, and no request has failed or is left;
 - every block that is held is held by the prefix cache;
-- resident memory at rest has grown by no more than 2 % since the first round, which is there to warm up: in it every
-  kind of request has been answered, requests have been preempted, and blocks evicted. Where a round has few requests,
-  as on a busy machine, those before it warm up as well, and do not count.
+- resident memory at rest has grown by no more than 2 % since the first round that ended warm: every kind of request
+  had been answered, requests preempted, and blocks evicted. It is not compared if fewer than two rounds did.
 
 The figures are printed as JSON.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import subprocess
@@ -28,19 +29,19 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support.processes.server_process import ServerProcess
 
 FLAT = 0.02
-WARM_REQUESTS = 50  # per client, by the end of the first round
-REST_SECONDS = 10.0  # without work: the server trims its heap after 5
+WARM_REQUESTS = 50  # per client, by the end of a round whose memory counts
+REST_SECONDS = 10  # without work: the server trims its heap after 5
+DRAIN_SECONDS = 60  # for the answers to requests sent before a deadline
 KINDS = ["whole", "stream", "cancel", "seed", "stop"]
 WORDS = ["the", "river", "bank", "was", "cold", "and", "nobody", "who", "had", "seen", "it", "before", "a", "lamp"]
 
@@ -80,7 +81,7 @@ class Clients:
                 status = self._ask(kind, rng)
             except (OSError, HTTPException) as error:
                 status = 0
-                self._fault(f"{kind}: {type(error).__name__}: {error}")
+                self.fault(f"{kind}: {type(error).__name__}: {error}")
             with self._lock:
                 self.counts[f"{kind} {status}"] += 1
             if status == 429:
@@ -105,9 +106,9 @@ class Clients:
                 return 200
             text = answer.read()
             if answer.status not in (200, 429):
-                self._fault(f"{kind}: {answer.status}: {text[:300]!r}")
+                self.fault(f"{kind}: {answer.status}: {text[:300]!r}")
             elif kind == "stream" and answer.status == 200 and b"[DONE]" not in text:
-                self._fault(f"a stream without an end: {text[-200:]!r}")
+                self.fault(f"a stream without an end: {text[-200:]!r}")
             return answer.status
         finally:
             connection.close()
@@ -117,21 +118,9 @@ class Clients:
         beginning = [shared.choice(WORDS) for _ in range(self.tokens // 3)] if rng.random() < 0.7 else []
         return " ".join(beginning + [rng.choice(WORDS) for _ in range(rng.randint(1, self.tokens // 2))])
 
-    def _fault(self, what: str) -> None:
+    def fault(self, what: str) -> None:
         with self._lock:
             self.faults.append(what)
-
-
-class Round(NamedTuple):
-    """Figures of one round.
-
-    Attributes:
-        at_rest: resident bytes after the rest.
-        warms: whether by its end every kind of request was answered, requests were preempted and blocks evicted.
-    """
-
-    at_rest: int
-    warms: bool
 
 
 def growth(values: list[int]) -> float:
@@ -139,71 +128,73 @@ def growth(values: list[int]) -> float:
     return values[-1] / values[0] - 1
 
 
-def run_round(server: ServerProcess, clients: Clients, num_clients: int, seconds: float) -> Round | None:
-    """Run clients for ``seconds``, then let the server rest. Return None if the server has ended."""
-    deadline = time.monotonic() + seconds
-    with ThreadPoolExecutor(num_clients) as pool:
-        for each in [pool.submit(clients.run, deadline) for _ in range(num_clients)]:
-            each.result()
+def run_round(server: ServerProcess, clients: Clients, num_clients: int, deadline: float) -> bool:
+    """Run clients until the deadline, then let the server rest. Return whether all requests were answered."""
+    threads = [threading.Thread(target=clients.run, args=(deadline,), daemon=True) for _ in range(num_clients)]
+    for each in threads:
+        each.start()
+    limit = deadline + DRAIN_SECONDS
+    for each in threads:
+        each.join(max(0.0, limit - time.monotonic()))
+    if waiting := sum(each.is_alive() for each in threads):
+        clients.fault(f"{waiting} requests had no answer {DRAIN_SECONDS} s after the deadline")
+        return False
     idle_since = time.monotonic()
-    while time.monotonic() < idle_since + REST_SECONDS:
-        if server.process.poll() is not None:
-            return None
+    while time.monotonic() < idle_since + REST_SECONDS and server.process.poll() is None:
         # The server notices the last cancellations a little later. Requests that never end are reported at the end.
-        report = server.get("/v1/cache/stats").json
-        if any(report["running"].values()) and time.monotonic() < deadline + 300:
+        if any(server.stats()["running"].values()) and time.monotonic() < limit:
             idle_since = time.monotonic()
         time.sleep(0.5)
-    has_all = all(clients.counts[f"{kind} 200"] for kind in KINDS)
-    counts = report["pool"]
-    warms = has_all and counts["preemptions"] > 0 and counts["evictions"] > 0
-    return Round(resident_bytes(server), warms)
+    return True
 
 
 def soak(server: ServerProcess, minutes: float, rounds: int, num_clients: int, tokens: int) -> dict[str, Any]:
     """Run the rounds. Return the figures, with failures under ``faults``."""
     begin = time.monotonic()
     clients = Clients(server, tokens)
-    done: list[Round] = []
-    faults = clients.faults
-    while len(done) < rounds:
-        each = run_round(server, clients, num_clients, 60 * minutes / rounds)
-        if each is None:
-            return {"faults": [*faults, f"the server has ended with {server.process.poll()}"]}
-        num_requests = sum(clients.counts.values())
-        if done or num_requests >= WARM_REQUESTS * num_clients:
-            done.append(each)
-        print(f"round {len(done)}: {each}, {num_requests} requests", file=sys.stderr, flush=True)
+    at_rest: list[int] = []  # resident bytes after rounds that ended warm
+    for left in range(rounds, 0, -1):
+        now = time.monotonic()
+        seconds = (begin + 60 * minutes - now) / left - REST_SECONDS
+        if not run_round(server, clients, num_clients, now + max(1.0, seconds)):
+            break
+        if server.process.poll() is not None:
+            return {"faults": [*clients.faults, f"the server has ended with {server.process.poll()}"]}
+        pool, num_requests = server.stats()["pool"], sum(clients.counts.values())
+        if (
+            num_requests >= WARM_REQUESTS * num_clients
+            and all(clients.counts[f"{kind} 200"] for kind in KINDS)
+            and pool["preemptions"] > 0
+            and pool["evictions"] > 0
+        ):
+            at_rest.append(resident_bytes(server))
+        print(f"{left - 1} rounds are left after {num_requests} requests: {at_rest}", file=sys.stderr, flush=True)
     report = server.stats()
-    pool_figures = report["pool"]
+    pool = report["pool"]
     states: Counter[str] = Counter()
     for group in report["blocks"]:
         for state, number in group["runs"]:
             states[state] += number
-    at_rest = [each.at_rest for each in done]
+    grown = growth(at_rest) if len(at_rest) > 1 else None
     for is_wrong, what in (
         (any(report["running"].values()), "requests are left"),
         (states["l"] or states["s"], f"{states['l'] + states['s']} blocks are held by nobody who is known"),
-        (pool_figures["live_blocks"] != pool_figures["cached_blocks"], "blocks are not the prefix cache's"),
-        (
-            pool_figures["live_blocks"] + pool_figures["free_blocks"] != pool_figures["total_blocks"],
-            "blocks are lost",
-        ),
+        (pool["live_blocks"] != pool["cached_blocks"], "blocks are not the prefix cache's"),
+        (pool["live_blocks"] + pool["free_blocks"] != pool["total_blocks"], "blocks are lost"),
         (report["server"]["requests"]["failed"], "requests have failed"),
-        (not done[0].warms, "the first round was too short to warm up"),
-        (growth(at_rest) > FLAT, f"resident memory at rest has grown by {growth(at_rest):.1%}"),
+        (grown is not None and grown > FLAT, f"resident memory at rest has grown by {grown or 0:.1%}"),
     ):
         if is_wrong:
-            faults.append(what)
+            clients.fault(what)
     return {
-        "faults": faults[:20],
+        "faults": clients.faults[:20],
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "clients": num_clients,
         "kinds": dict(sorted(clients.counts.items())),
         "server": report["server"],
-        "pool": pool_figures,
+        "pool": pool,
         "at_rest_mb": [round(value / 1e6, 1) for value in at_rest],
-        "at_rest_growth": round(growth(at_rest), 4),
+        "at_rest_growth": grown,
     }
 
 
@@ -216,7 +207,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     args = parser.parse_args()
     folder = tempfile.TemporaryDirectory(prefix="soak")
-    start = partial(ServerProcess, args.model, Path(folder.name), cold=True)
+    path = os.pathsep.join(filter(None, sys.path))  # this checkout's modules
+    start = partial(ServerProcess, args.model, Path(folder.name), cold=True, PYTHONPATH=path)
     first = start("--kv-cache-memory", "100MB", "--log-level", "ERROR")
     per_token = first.stats()["pool"]["bytes_per_token"]
     first.stop()

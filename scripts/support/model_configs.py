@@ -98,7 +98,7 @@ CHUNKS = {"plamo3": 128, "phi3small": 128}
 # Values by module that COMMON lacks or has wrong.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "afm7": {"num_kv_reuse_layers": 1},
-    "afmoe": {**_MIXED_LAYERS},
+    "afmoe": _MIXED_LAYERS,
     "baichuan_m1": {"num_hidden_layers": 4, "sliding_window_layers": [1, 3]},
     "bailing_hybrid": {"num_hidden_layers": 4},
     "bailing_moe_linear": {"num_hidden_layers": 4},
@@ -109,11 +109,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
     },
     "deepseek_v2": {"rope_scaling": YARN, "num_key_value_heads": 4},
-    "deepseek_v32": {**_INDEXER},
+    "deepseek_v32": _INDEXER,
     "exaone4": {"num_hidden_layers": 4, "sliding_window_pattern": "LLLG", "rope_scaling": {"rope_type": "default"}},
     "exaone_moe": {**_MIXED_LAYERS, "is_moe_layer": [False, True, True, True]},
     "gear": {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL, "conv_mixer", SLIDING]},
-    "gemma3": {"text_config": ("gemma3_text", {})},
+    "gemma3": {"text_config": "gemma3_text"},
     "gemma3_text": {"num_hidden_layers": 5, "sliding_window_pattern": 2},
     "gemma3n": {
         "text_config": {
@@ -133,7 +133,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "laurel_rank": 8,
         }
     },
-    "gemma4": {"text_config": ("gemma4_text", {})},
+    "gemma4": {"text_config": "gemma4_text"},
     "gemma4_text": {
         "num_hidden_layers": 6,
         "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, FULL],
@@ -148,7 +148,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
         "num_key_value_heads": 4,
     },
-    "gpt_oss": {**_MIXED_LAYERS},
+    "gpt_oss": _MIXED_LAYERS,
     "granitemoehybrid": {
         "num_hidden_layers": 4,
         "layer_types": ["mamba", "attention", "mamba", "attention"],
@@ -170,7 +170,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "expert_layer_offset": 1,
         "expert_layer_period": 2,
     },
-    "kimi_k25": {"text_config": ("deepseek_v3", {})},
+    "kimi_k25": {"text_config": "deepseek_v3"},
     "kimi_k3": {
         "text_config": {
             **COMMON,
@@ -185,8 +185,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     "kimi_linear": {"num_hidden_layers": 4, "linear_attn_config": _KIMI_LINEAR},
-    "kimi_vl": {"text_config": ("deepseek_v3", {})},
-    "laguna": {**_MIXED_LAYERS},
+    "kimi_vl": {"text_config": "deepseek_v3"},
+    "laguna": _MIXED_LAYERS,
     "lfm2": {
         "num_hidden_layers": 4,
         "block_dim": 64,
@@ -195,14 +195,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
     },
-    "lfm2-vl": {"text_config": ("lfm2", {})},
+    "lfm2-vl": {"text_config": "lfm2"},
     "lfm2_moe": {
         "num_hidden_layers": 4,
         "use_expert_bias": True,
         "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
     },
-    "llama": {**_MIXED_LAYERS},
+    "llama": _MIXED_LAYERS,
     "llama4": {
         "text_config": {
             **COMMON,
@@ -244,9 +244,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     "ministral3": {**_MIXED_LAYERS, "rope_parameters": _LLAMA4_SCALE},
-    "mistral3": {"text_config": ("ministral3", {})},
+    "mistral3": {"text_config": "ministral3"},
     "mistral4": {"rope_parameters": {**_LLAMA4_SCALE}},
-    "muse_glimmer": {**_MIXED_LAYERS},
+    "muse_glimmer": _MIXED_LAYERS,
     "muse_spark": {
         "text_config": {
             **COMMON,
@@ -273,7 +273,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "n_routed_experts": None,
         "num_experts_per_tok": None,
     },
-    "olmo3": {**_MIXED_LAYERS},
+    "olmo3": _MIXED_LAYERS,
     "olmo_hybrid": {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -291,15 +291,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "blocksparse_num_local_blocks": 1,
         "blocksparse_vert_stride": 2,
     },
-    "pixtral": {"text_config": ("llama", {})},
+    "pixtral": {"text_config": "llama"},
     "plamo": {"n_shared_head": 2},
     "plamo3": {"num_hidden_layers": 4, "sliding_window_pattern": 2},
-    "qwen2_vl": {"text_config": ("qwen2", {})},
+    "qwen2_vl": {"text_config": "qwen2"},
     "qwen3_5": {"text_config": _QWEN35},
     "qwen3_5_moe": {"text_config": {**_QWEN35, "num_experts": 4, "model_type": "qwen3_5_moe"}},
-    "qwen3_next": {**_HYBRID},
-    "qwen3_vl": {"text_config": ("qwen3", {})},
-    "qwen3_vl_moe": {"text_config": ("qwen3_moe", {})},
+    "qwen3_next": _HYBRID,
+    "qwen3_vl": {"text_config": "qwen3"},
+    "qwen3_vl_moe": {"text_config": "qwen3_moe"},
     "recurrent_gemma": {"num_hidden_layers": 4, "block_types": ["recurrent", "attention"], "num_key_value_heads": 1},
     "rwkv7": {
         "a_low_rank_dim": 8,
@@ -332,8 +332,8 @@ def config_of(name: str) -> dict[str, Any]:
     """Return the configuration of a module: the part of a config.json that its ModelArgs reads."""
     known = {**COMMON, "model_type": name, **copy.deepcopy(OVERRIDES.get(name, {}))}
     inner = known.get("text_config")
-    if isinstance(inner, tuple):  # another module's, with changes
-        known["text_config"] = {**config_of(inner[0]), **inner[1]}
+    if isinstance(inner, str):  # another module's
+        known["text_config"] = config_of(inner)
     arguments = importlib.import_module(f"mlx_lm.models.{name}").ModelArgs
     if dataclasses.is_dataclass(arguments):
         names = [field.name for field in dataclasses.fields(arguments)]

@@ -163,5 +163,5 @@ def run(
 def run_script(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """Replace ``subprocess.run`` for scripts that run themselves again."""
     if command[0] == sys.executable and command[1].endswith(".py") and options.get("text"):
-        return run(Path(command[1]), *command[2:])
+        return run(Path(command[1]), *command[2:], **options.get("env") or {})
     return _subprocess_run(command, **options)
