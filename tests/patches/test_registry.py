@@ -14,7 +14,7 @@ import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig, PatchError
 from mlx_paged.patches import registry
 from scripts import fingerprints
-from tests.support.models.builders import build, greedy, prompt_of
+from tests.support.models.builders import build
 
 MODULES = ("generate", "chat", "cache_prompt", "evaluate", "models.cache")
 
@@ -144,29 +144,6 @@ def test_kernel_on_is_refused_without_a_gpu_and_nothing_is_patched() -> None:
     assert not mlx_paged.patches.is_applied()
 
 
-def test_new_configuration_applies_only_to_new_caches() -> None:
-    from mlx_lm.models import cache
-
-    model = build("llama")
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    old = cache.make_prompt_cache(model)
-    mlx_paged.apply_patches(PagedConfig(block_size=64))
-    new = cache.make_prompt_cache(model)
-    assert (old[0].pool.block_size, new[0].pool.block_size) == (8, 64)
-    expected = greedy(model, prompt_of(30), 10, prompt_cache=new)[0]
-    assert greedy(model, prompt_of(30), 10, prompt_cache=old)[0] == expected
-
-
-def test_environment_variables_configure_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_lm.models import cache
-
-    monkeypatch.setenv("MLX_PAGED_BLOCK_SIZE", "16")
-    monkeypatch.setenv("MLX_PAGED_KV_CACHE_MEMORY", "3MB")
-    mlx_paged.apply_patches()
-    pool = cache.make_prompt_cache(build("llama"))[0].pool
-    assert (pool.block_size, pool.memory_budget) == (16, 3_000_000)
-
-
 def test_patching_from_many_threads_is_safe() -> None:
     before = upstream_symbols()
     errors: list[BaseException] = []
@@ -218,11 +195,3 @@ def test_changed_or_missing_symbol_is_listed_with_the_known_fingerprint(
     changed, missing = "mlx_lm.models.qwen3.Attention.__call__", "mlx_lm.models.cache.save_prompt_cache"
     assert told[0] == f"{changed}  {present}  not the known one, {known[changed]}"
     assert told[1:] == [f"{missing}  missing  not the known one, {known[missing]}"]
-
-
-@pytest.mark.parametrize("name", ["mlx_lm.models.lama.Attention", "nothing_of_this_name.at.all", "mlx.core.array.sum"])
-def test_nonexistent_name_has_no_fingerprint(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        fingerprints.main([name])
-    assert ended.value.code == 1
-    assert capsys.readouterr().out == f"{name}  missing  not replaced by this package\n"

@@ -102,4 +102,5 @@ def test_prompt_cache_store_returns_bounded_caches_as_stock_does() -> None:
     for got, want in zip(run(store), expected, strict=True):
         np.testing.assert_array_equal(got, want)
     assert len(store) == 1
+    assert store.fetch_nearest_cache("m", tokens[:50]) == (None, tokens[:50])  # it cannot be trimmed by a token
     store.close()
