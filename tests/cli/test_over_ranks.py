@@ -20,7 +20,6 @@ from tests.support.models.tiny_model import VOCAB, make_tiny_model
 from tests.support.processes import commands
 from tests.support.processes.server_process import ServerProcess
 from tests.support.processes.small_model import records
-from tests.support.ranks.faulty_ranks_server import FATAL
 from tests.support.ranks.launch import Launch
 from tests.support.ranks.ranked_server import RankedServer
 
@@ -277,17 +276,6 @@ def test_dead_rank_ends_the_server_and_requests_get_503(model: Path, tmp_path: P
         assert reason in server.log
         assert statuses == [503]
         assert reason in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
-    finally:
-        server.launch.kill()
-
-
-@pytest.mark.slow
-def test_model_call_that_fails_on_rank_1_ends_all(model: Path, tmp_path: Path) -> None:
-    server = RankedServer(model, tmp_path, *FLAGS, timeout=60)
-    try:
-        with pytest.raises(openai.InternalServerError, match=r"rank 1 has failed: ValueError: injected"):
-            told(server, {"prompt": [FATAL, 5, 6, 7], "temperature": 0})
-        assert [each.status for each in server.ended()] == [EXIT_STATUS] * 2
     finally:
         server.launch.kill()
 

@@ -23,7 +23,7 @@ from mlx_paged.prefix.identity import model_identity
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from mlx_paged.prefix.shelf import Shelf
 from tests.support.cases import crossed, quick
-from tests.support.models.batch_runs import answers, assert_released, model_of, run_requests
+from tests.support.models.batch_runs import assert_released, model_of, run_requests
 from tests.support.models.builders import KINDS, WINDOW, assert_same, build, greedy, prompt_of, rms, tolerance_of
 from tests.support.models.recurrent import RECURRENT
 
@@ -288,23 +288,6 @@ def test_caches_of_a_draft_model_are_stored_with_the_models(model: Any) -> None:
     assert caches[0].pool is mlx_paged.pool_of(model) and caches[-1].pool is mlx_paged.pool_of(draft)
 
 
-def test_a_batch_shares_prefixes_with_the_prompt_cache(model: Any) -> None:
-    store, pool = PagedPromptCache(max_size=None), upstream.make_prompt_cache(model)[0].pool
-    system = prompt_of(5 * BLOCK, seed=1).tolist()
-    prompts = [system + prompt_of(7, seed=n).tolist() for n in range(3)]
-
-    expected = answers(PagedBatchGenerator(model), prompts, [5] * 3)
-    serve(model, store, system, 0)
-    for turn in (1, 2):
-        gen = PagedBatchGenerator(model, prefixes=store.shared_prefixes(KEY, pool))
-        assert answers(gen, prompts, [5] * 3) == expected
-        assert pool.stats().prefix_hit_tokens == turn * len(prompts) * len(system)
-    caches, rest = store.fetch_nearest_cache(KEY, [*prompts[0], *expected[0], 1])
-    assert caches is not None and len(rest) <= BLOCK
-    store.cache_of(pool).check_integrity()
-    pool.check_integrity()
-
-
 def test_unloading_a_model_removes_its_prefixes() -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
     store, model = PagedPromptCache(), build("llama")
@@ -341,29 +324,6 @@ def test_prefixes_are_restored_from_disk_after_a_restart(model: Any, tmp_path: P
     caches[0].pool.check_integrity()
     other = build("llama", seed=9)
     assert model_identity(other) != model_identity(model) == model_identity(model)
-
-
-def test_pool_keeps_the_identity_of_its_own_model(tmp_path: Path) -> None:
-    """A second model is loaded under the same key while blocks of the first still exist."""
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK))
-    loaded = [build("llama"), build("llama", seed=9)]
-    asked: list[int] = []
-
-    def identify(key: Any) -> str:
-        asked.append(1)
-        return model_identity(loaded[-1])
-
-    store = PagedPromptCache(disk=DiskTier(Shelf(tmp_path)), identify=identify)
-    new = loaded.pop()
-    old, prompt = loaded[0], prompt_of(40).tolist()
-    serve(old, store, prompt, 0)
-    serve(old, store, prompt_of(20, seed=1).tolist(), 0)
-    assert len(asked) == 1  # once per load
-    loaded.append(new)
-    store.learn_layout(KEY, probed(new))
-    assert len(asked) == 2
-    store.close()  # blocks of the old model go to disk under its identity
-    assert store.fetch_nearest_cache(KEY, [*prompt, 1]) == (None, [*prompt, 1])
 
 
 SALTS = [None, "a", "b", None, "a", "b"]
