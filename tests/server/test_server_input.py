@@ -21,7 +21,7 @@ from tests.support.processes.server_process import ServerProcess
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
-NAMES = sorted({name for path in (CHAT, COMPLETIONS) for name in ENDPOINTS[path].body.model_fields})
+NAMES = sorted({name for endpoint in ENDPOINTS.values() for name in endpoint.body.model_fields})
 EVERY = [(path, name) for path, endpoint in ENDPOINTS.items() for name in endpoint.body.model_fields]
 LEAST: dict[str, dict[str, Any]] = {  # a minimal valid body for each endpoint
     CHAT: HI,
@@ -222,12 +222,12 @@ def test_no_chat_body_crashes_the_server(server: ServerProcess, body: dict[str, 
 
 
 @pytest.mark.demo_model
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.sampled_from(NAMES), json_values, max_size=3), st.text(max_size=30))
-@example({}, "\x00")
-@example({"seed": -(1 << 63)}, "x")
-def test_no_completion_crashes_the_server(server: ServerProcess, body: dict[str, Any], prompt: str) -> None:
-    check(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 2, **body})
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(sorted(LEAST)), st.dictionaries(st.sampled_from(NAMES), json_values, max_size=3))
+@example(COMPLETIONS, {"prompt": "\x00"})
+@example(COMPLETIONS, {"seed": -(1 << 63)})
+def test_no_body_of_any_endpoint_crashes_the_server(server: ServerProcess, path: str, body: dict[str, Any]) -> None:
+    check(server, path, {"max_tokens": 2, "max_output_tokens": 2, **LEAST[path], **body})
 
 
 @pytest.mark.demo_model

@@ -1,7 +1,6 @@
 """Attention to the tokens that an indexer chooses, over pages of latents and index keys, against stock's runs."""
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.batch_runs import assert_released, generator, run_all
 from tests.support.models.builders import build_latent, greedy, rms, small_prompt
-from tests.support.models.packs import assert_alike, insert, packing, prompts_for
+from tests.support.models.packs import assert_alike, expected_of, insert, packing, prompts_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ["deepseek_v32", "glm_moe_dsa"]
@@ -38,10 +37,6 @@ KERNEL = ("kernel", "one new token per sequence")
 
 def tokens_of(length: int, seed: int = 3) -> list[int]:
     return small_prompt(length, seed).tolist()
-
-
-def expected_of(model: Any, prompts: Sequence[list[int]], num_tokens: int) -> list[tuple[list[int], np.ndarray]]:
-    return [greedy(model, mx.array(prompt, mx.uint32), num_tokens) for prompt in prompts]
 
 
 @functools.cache
