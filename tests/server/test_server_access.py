@@ -107,7 +107,7 @@ def test_key_in_x_api_key_is_accepted_beside_any_authorization(server: ServerPro
 @NEEDS_NODE
 def test_cached_share_of_each_key_is_in_the_metrics_and_on_the_page(server: ServerProcess, tmp_path: Path) -> None:
     names = {"key 1": KEY, "key 2": OTHER}
-    before, page = figures_of_clients(server, tmp_path)
+    before, _ = figures_of_clients(server, tmp_path)
     used = {name: before.get(name, Counter()).copy() for name in names}
     for name, headers in [*names.items(), *names.items(), ("key 2", OTHER)]:
         usage = server.post(CHAT, chat(f"{SECRET} of {name}"), **headers).json["usage"]

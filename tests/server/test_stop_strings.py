@@ -59,16 +59,6 @@ def test_the_text_is_cut_before_the_first_stop_string(case: tuple[str, list[str]
     assert searched.found is None or text.startswith(searched.found, len(expected))
 
 
-def test_text_that_cannot_begin_a_stop_string_is_shown_at_once() -> None:
-    searched = StopScanner(StopList(["stop here"]))
-    assert searched.feed("Do not sto") == "Do not "
-    assert searched.feed("w it, st") == "stow it, "
-    assert searched.feed("o") == ""
-    assert searched.feed("p her") == "" and searched.found is None
-    assert searched.feed("e, or there") == "" and searched.found == "stop here"
-    assert searched.feed("more") == searched.feed("", is_last=True) == ""
-
-
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopList(["a", ""])

@@ -251,20 +251,6 @@ def test_given_caches_are_continued_from_their_end(kind: str, paged: bool) -> No
     assert cache[0].offset == 53
 
 
-def test_given_cache_survives_preemption() -> None:
-    """Its tokens are unknown, so it cannot be recomputed: preemption keeps it and releases only what was added."""
-    model, first, second = model_of("llama"), Spec(30, 40, seed=1), Spec(60, 40, seed=2)
-    make_solos("llama", [first, second])
-    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 20, 8)))
-    cache = mlx_lm_generate.make_prompt_cache(model)
-    model(mx.array(second.prompt)[None, :50], cache=cache)
-    gen = generator(model)
-    got = answers(gen, [first.prompt, second.prompt[50:]], [40, 40], caches=[None, cache])
-    del cache
-    assert gen.preemptions > 0 and got == [solo("llama", first)[0], solo("llama", second)[0]]
-    check_released("llama")
-
-
 def test_unusable_caches_are_named_and_nothing_is_inserted() -> None:
     model, other = (model_of(kind, num_hidden_layers=3) for kind in ("llama", "qwen3"))
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -341,15 +327,16 @@ def stock(model: Any, tokens: list[int], num_tokens: int) -> list[int]:
     return greedy(model, mx.array(tokens), num_tokens)[0]
 
 
-@pytest.mark.parametrize("preempts", [False, True])
-def test_caller_may_continue_a_cache_after_inserting_it(preempts: bool) -> None:
+@pytest.mark.parametrize(("preempts", "told"), [(False, [HISTORY]), (True, [HISTORY]), (True, None)])
+def test_caller_may_continue_a_cache_after_inserting_it(preempts: bool, told: list[list[int]] | None) -> None:
+    """The cache of unknown tokens cannot be recomputed: preemption keeps it and releases only what was added."""
     model = build("llama")
     expected = stock(model, HISTORY + PROMPT, 12)
     mlx_paged.apply_patches(CONFIG)
     caches = filled(model, HISTORY)
     gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(PrefixCache(mlx_paged.pool_of(model))))
     gen.insert([OTHER], [30])
-    (uid,) = gen.insert([PROMPT], [12], caches=[caches], all_tokens=[HISTORY])
+    (uid,) = gen.insert([PROMPT], [12], caches=[caches], all_tokens=told)
     for _ in mlx_lm_generate.generate_step(mx.array([7, 8, 9]), model, max_tokens=3, prompt_cache=caches):
         pass
     tokens: list[int] = []

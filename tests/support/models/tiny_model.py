@@ -20,15 +20,10 @@ SHAPE = {
     "rms_norm_eps": 1e-5,
     "vocab_size": VOCAB,
 }
+LLAMA = {**SHAPE, "model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": False}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**SHAPE, "model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": False},
-    "llama of wide heads": {
-        **SHAPE,
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "tie_word_embeddings": False,
-        "head_dim": 64,
-    },
+    "llama": LLAMA,
+    "llama of wide heads": {**LLAMA, "head_dim": 64},
     "gemma3": {
         **SHAPE,
         "model_type": "gemma3_text",

@@ -132,16 +132,6 @@ def test_stock_cache_with_index_keys_of_another_size_is_refused() -> None:
 # Not supported --------------------------------------------------------------------------------------------------------
 
 
-def test_index_keys_are_not_quantised_and_a_reason_is_given() -> None:
-    model, prompt = model_configs.build("deepseek_v32"), mx.array(tokens_of(40), mx.uint32)
-    expected = greedy(model, prompt, 8)
-    mlx_paged.apply_patches(page_config(kv_bits=8, kv_group_size=32))
-    assert greedy(model, prompt, 8)[0] == expected[0]
-    groups = mlx_paged.pool_of(model).groups
-    assert not any(group.is_quantized for group in groups)
-    assert all("computes with the cached latents directly" in str(group.dense_reason) for group in groups)
-
-
 @pytest.mark.parametrize("length", [3, 20])
 def test_decode_steps_are_never_compiled(length: int) -> None:
     """Whether tokens are chosen depends on the context's length, which a trace does not know."""
