@@ -4,6 +4,7 @@ starts. Answers do not change."""
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,18 @@ def test_memory_pressure_evicts_then_preempts(kind: str) -> None:
         check(kind, spec, batch.outcomes[uid])
     stats = batch.pool.stats()
     assert stats.live_blocks == stats.cached_blocks
+
+
+def test_one_request_runs_however_little_memory_is_left() -> None:
+    batch = Batch("llama")
+    uids = insert(batch.generator, SPECS, batch.outcomes)
+    seen: list[Any] = []
+    while batch.generator.progress():
+        batch.step(LIMIT // 4)
+        seen.append(batch.running)
+    assert max(seen[4:]) == 1
+    for uid, spec in zip(uids, SPECS, strict=True):
+        check("llama", spec, batch.outcomes[uid])
 
 
 def test_unpaged_prefixes_are_evicted_too() -> None:

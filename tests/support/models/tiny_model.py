@@ -98,11 +98,12 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 def make_tools_model(folder: Path, tokenizer: Path) -> Path:
     """Write a model with tools and reasoning into ``folder``; ``tokenizer`` is the demo model's folder."""
     make_tiny_model(folder, tokenizer)
-    text = (folder / "tokenizer.json").read_text()
-    for old, new in RENAMED.items():
-        assert old in text
-        text = text.replace(old, new)
-    (folder / "tokenizer.json").write_text(text)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # earlier settings repeat the tokens
+        text = (folder / name).read_text()
+        for old, new in RENAMED.items():
+            assert old in text or name == "tokenizer_config.json"
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
     return folder
