@@ -1,4 +1,4 @@
-"""Public names of the package: types, help(), dir(), and the import without an MLX backend."""
+"""Public names of the package: help(), dir(), and the import without an MLX backend."""
 
 import os
 import pydoc

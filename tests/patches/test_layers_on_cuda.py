@@ -25,11 +25,7 @@ NUM_TOKENS = 10
 SYMBOLS: list[tuple[type, str]] = [
     (nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear"), (QuantizedSwitchLinear, "__call__"),
 ]  # fmt: skip
-TARGETS = [
-    "mlx_lm.models.switch_layers.QuantizedSwitchLinear.__call__",
-    "mlx.nn.layers.quantized.QuantizedLinear.__call__",
-    "mlx.nn.layers.quantized.QuantizedEmbedding.as_linear",
-]
+TARGETS = [f"{owner.__module__}.{owner.__name__}.{name}" for owner, name in SYMBOLS]
 IS_CPU = mx.default_device() == mx.Device(mx.cpu)
 
 

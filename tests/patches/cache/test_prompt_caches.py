@@ -180,11 +180,9 @@ def forward(model: Any, tokens: list[int], caches: list[Any]) -> np.ndarray:
     return np.array(logits[0, -1])
 
 
-def serve(
-    model: Any, store: Any, tokens: list[int], num_new: int, key: Any = KEY, **kind: str
-) -> tuple[list[int], int]:
+def serve(model: Any, store: Any, tokens: list[int], num_new: int) -> tuple[list[int], int]:
     """Answer a prompt as the server does. Return all tokens, and the number of prompt tokens that were computed."""
-    caches, rest = store.fetch_nearest_cache(key, tokens)
+    caches, rest = store.fetch_nearest_cache(KEY, tokens)
     if caches is None:
         caches = upstream.make_prompt_cache(model)
     assert tokens[len(tokens) - len(rest) :] == rest and rest
@@ -192,7 +190,7 @@ def serve(
     for _ in range(num_new):
         out.append(int(row.argmax()))
         row = forward(model, out[-1:], caches)
-    store.insert_cache(key, out, caches, **kind)
+    store.insert_cache(KEY, out, caches)
     return out, len(rest)
 
 

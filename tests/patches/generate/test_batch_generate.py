@@ -36,7 +36,7 @@ from tests.support.models.batch_runs import (
     solo,
 )
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, prompt_of
-from tests.support.models.recurrent import build_recurrent
+from tests.support.models.recurrent import RECURRENT, build_recurrent
 
 # Lengths around those of blocks, chunks and windows; 17 rows of 1 to 300 tokens.
 LENGTHS = (1, 300, 2, 33, 8, 40, 7, 150, 64, 1, 41, 129, 39, 16, 80, 5, 100)
@@ -75,6 +75,12 @@ def test_rows_equal_their_solo_runs(kind: str, count: int) -> None:
     run_batch(kind, specs_of(count), prefill_step_size=128)
     assert mlx_paged.last_dispatch().path == "gather"
     check_released(kind)
+
+
+@pytest.mark.usefixtures("no_fall_through")
+@pytest.mark.parametrize("kind", quick(RECURRENT, "mamba"))
+def test_recurrent_states_are_not_padded(kind: str) -> None:
+    run_batch(kind, specs_of(9, 6), prefill_step_size=100)
 
 
 # Arguments -----------------------------------------------------------------------------------------------------
@@ -144,7 +150,7 @@ def test_batch_generate_equals_stock(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_graph_does_not_grow_with_the_number_of_steps(tmp_path) -> None:
-    for kind in ("gemma3", "falcon_h1", "mamba"):
+    for kind in ("gemma3", "falcon_h1"):
         mlx_paged.apply_patches(PagedConfig(block_size=8))
         model = model_of(kind)
         gen = generator(model)
