@@ -81,6 +81,11 @@ def test_unknown_batch_generator_is_refused_in_one_line(
     assert "--prompts-file does not support this version of mlx-lm: " in line and line.endswith("installed)")
 
 
+def test_extra_eos_token_ends_an_answer(folder: Path, expected: list[str]) -> None:
+    done = run(folder, "--prompts-file", "-", "--extra-eos-token", expected[0].split()[5], stdin=TEXTS[0])
+    assert [record["finish_reason"] for record in records(done.stdout)] == ["stop"]
+
+
 STRICT = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}w1 {{ m['content'] }} w2 {% endfor %}"
