@@ -157,15 +157,6 @@ def test_flags_override_only_their_own_options() -> None:
     assert PagedConfig().with_arguments(parse("--kv-rotate")).kv_rotate
 
 
-def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--help")
-    out = capsys.readouterr().out
-    assert "paged KV cache" in out and all(each.flag in out for each in PagedConfig.options())
-    shown = " ".join(extend_parser(setup_arg_parser()).format_help().split())
-    assert "0 and the default quantise each token of the paged cache when it is written" in shown
-
-
 def test_kv_bits_of_mlx_lm_are_accepted_and_variables_set_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     def parsed(*argv: str) -> argparse.Namespace:
         return extend_parser(setup_arg_parser()).parse_args(argv)

@@ -1,4 +1,4 @@
-"""Public names of the package: types, help(), dir(), and the import without an MLX backend."""
+"""Public names of the package: help(), dir(), and the import without an MLX backend."""
 
 import os
 import pydoc
@@ -15,54 +15,6 @@ from tests.support.processes.small_model import save_model
 
 PACKAGE = Path(mlx_paged.__file__).parent
 PATCHES = ("adopt_prompt_cache", "apply_patches", "is_applied", "pool_of", "remove_patches")
-
-USER = """
-from mlx_paged import PagedConfig, PagedCacheStats, apply_patches, pool_of, remove_patches
-
-report = apply_patches(PagedConfig(kernel="on", kv_cache_memory="2GB", block_size=16))
-applied: list[str] = report.applied
-pool = pool_of(object())
-if pool is not None:
-    stats: PagedCacheStats = pool.stats()
-remove_patches()
-"""
-WRONG = """
-from mlx_paged import PagedConfig, apply_patches, pool_of, remove_patches
-
-apply_patches("on")
-pool_of(object()).stats()
-answer: int = remove_patches(3)
-PagedConfig(kernel=3.5)
-"""
-
-
-# mypy spends most of its time on imports of transformers; no type of ours uses them.
-SKIPPED = """
-[mypy]
-[mypy-mlx_lm.*,transformers.*,huggingface_hub.*,numpy.*,prometheus_client.*]
-follow_imports = skip
-follow_imports_for_stubs = True
-"""
-
-
-@pytest.mark.slow
-def test_users_code_is_checked_against_real_types(tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
-    (tmp_path / "mypy.ini").write_text(SKIPPED)
-    assert (PACKAGE / "py.typed").is_file()
-    for name, text in (("user.py", USER), ("wrong.py", WRONG)):
-        (tmp_path / name).write_text(text)
-    checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "user.py", "wrong.py"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(PACKAGE.parent)},  # mypy does not follow the hooks of editable installs
-        timeout=300,
-    )
-    mistakes = [line for line in checked.stdout.splitlines() if ": error:" in line]
-    assert {line.split(":")[0] for line in mistakes} == {"wrong.py"}, checked.stdout
-    assert {4, 5, 6, 7} <= {int(line.split(":")[1]) for line in mistakes}, checked.stdout
 
 
 def test_help_and_dir_list_the_public_functions() -> None:

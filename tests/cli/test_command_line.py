@@ -100,17 +100,6 @@ def test_prompt_cache_with_3_bits_is_made_by_mlx_lm(folder: Path, tmp_path: Path
     check_error(command("chat", "--model", folder, *bits[:2]), "unrecognized arguments: --kv-bits 3", code=2)
 
 
-def test_prompt_cache_of_another_model_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "cache.safetensors"
-    assert command("cache_prompt", "--model", folder, "--prompt", PROMPT, "--prompt-cache-file", file).returncode == 0
-    other = save_model(tmp_path, num_hidden_layers=2)
-    arrays, metadata = mx.load(str(file), return_metadata=True)
-    named = tmp_path / "renamed.safetensors"
-    mx.save_safetensors(str(named), arrays, {**metadata, "0.model": str(other)})
-    run = command("generate", "--model", other, "--prompt-cache-file", named, "--prompt", "w1")
-    check_error(run, "has 3 layers, the model 2")
-
-
 BLOCK = 32 * 3 * 2 * 2 * 32 * 4  # bytes: 32 tokens, 3 layers, keys and values of 2 heads of 32, f32
 
 

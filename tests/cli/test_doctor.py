@@ -13,8 +13,8 @@ from mlx_paged import Dispatch, PagedConfig
 from mlx_paged.cli.doctor import doctor, products, timing
 from mlx_paged.cli.doctor import kernels as doctor_kernels
 from mlx_paged.cli.doctor.doctor import DEMO_FOLDER, Report, demo_folder, demo_place
-from mlx_paged.cli.doctor.kernels import Row, rows
-from mlx_paged.cli.doctor.shapes import POPULAR, Shape, popular_shapes
+from mlx_paged.cli.doctor.kernels import rows
+from mlx_paged.cli.doctor.shapes import POPULAR, Shape
 from mlx_paged.cuda import narrow_matmul
 from mlx_paged.errors import ConfigError
 from mlx_paged.kernels.check import CheckResult
@@ -118,17 +118,6 @@ def test_a_failing_kernel_is_named_and_fails_the_run(
     assert all("12 us    15 us" in line for line in lines if " gqa " in line and line not in failed)
 
 
-def test_other_kernels_are_checked_if_the_first_fails(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = tuple(Variant(body, "cuda", mx.bfloat16, 64, 64, 4, 32) for body in ("paged_decode_tensor", "paged_decode"))
-    broken: set[Variant] = set()
-    monkeypatch.setattr(doctor_kernels, "popular_shapes", lambda block_size: [Shape(mx.bfloat16, 64, 4, 32)])
-    monkeypatch.setattr(doctor_kernels, "variants_of", lambda *shape: both)
-    monkeypatch.setattr(doctor_kernels, "self_check", lambda v: CheckResult(v not in broken, 0.0, 0.1, ""))
-    assert [row.body for row in rows(32, PagedConfig())] == ["paged_decode_tensor"]
-    broken.add(both[0])
-    assert [row.body for row in rows(32, PagedConfig())] == ["paged_decode_tensor", "paged_decode"]
-
-
 def test_prompts_and_products_have_rows_on_cuda(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_product(*kernel: Any) -> CheckResult:
         ok = kernel[1:4] != (mx.bfloat16, narrow_matmul.LARGE, 8)
@@ -167,11 +156,6 @@ def test_wrong_attention_through_the_pool_fails_its_line(fault: str, monkeypatch
     (failed,) = [row for row in rows(32, PagedConfig(kernel=False)) if not row.passed]
     assert " D80 " in str(failed)
     assert ("attention over the pool differs" if fault == "wrong" else "FAILED: RuntimeError: no memory") in failed.use
-
-
-def test_shapes_cover_every_dtype() -> None:
-    shapes = [*popular_shapes(32)]
-    assert {shape.dtype for shape in shapes} == set(DTYPES) and len(set(shapes)) == len(shapes)
 
 
 @pytest.mark.gpu
@@ -232,16 +216,7 @@ def test_wheel_for_an_older_macos_is_reported(
     assert told.startswith(f"for macOS {built}") and ("matrix units" in told) is warns
 
 
-def test_facts_name_the_wheel_only_on_macos() -> None:
-    assert ("MLX wheel" in doctor.facts()) is (sys.platform == "darwin")
-
-
 def test_unwritable_report_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write the report"):
         Report(tmp_path / "file" / "report.txt")
-
-
-def test_row_shows_no_time_where_nothing_was_timed() -> None:
-    row = Row(False, "a", "-", float("inf"), None, 1.5e-6, "use")
-    assert str(row).split() == ["a", "-", "inf", "-", "2", "us", "use"]

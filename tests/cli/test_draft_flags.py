@@ -1,4 +1,4 @@
-"""--draft-model and --num-draft-tokens with --prompts-file, and a line's own num_draft_tokens."""
+"""Drafts with --prompts-file: --draft-model, --prompt-lookup and --mtp, and a line's own num_draft_tokens."""
 
 import json
 from pathlib import Path
@@ -9,26 +9,54 @@ import pytest
 
 from mlx_paged.errors import ConfigError
 from mlx_paged.patches.generate.drafting import check_same_tokens
+from tests.support.models.prediction_heads import write_checkpoint
+from tests.support.models.tokenizers import word_tokenizer
 from tests.support.processes import commands
+from tests.support.processes.server_process import ServerProcess, together
 from tests.support.processes.small_model import records
+
+LONG = {"max_tokens": 500}  # only a long answer repays a trial of drafts
+OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}, {"repetition_penalty": 1.4}, LONG]
+BODIES = [{"prompt": f"w1 w2 w3 w{n}", "temperature": 0, **options} for n, options in enumerate(OPTIONS)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model with states and a prediction head, its weights under their published names."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint("qwen3_next", folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def texts(folder: Path, *flags: object) -> tuple[list[str], str]:
+    """Return the answers to all prompts as a prompts file, and stderr."""
+    fixed = ("generate", "--model", folder, "--max-tokens", 24, "--ignore-chat-template", "--prompts-file", "-")
+    done = commands.run("mlx_paged", *fixed, *flags, input="\n".join(map(json.dumps, BODIES)))
+    assert done.returncode == 0, done.stderr
+    return [record["text"] for record in records(done.stdout)], done.stderr
 
 
 @pytest.mark.slow  # tests/server/test_server_drafts.py covers a draft model in every run
-def test_prompts_file_gives_the_same_texts_with_a_draft_model(folder: Path) -> None:
-    def results(*flags: object) -> tuple[list[dict[str, Any]], str]:
-        fixed = ("generate", "--model", folder, "--max-tokens", 40, "--ignore-chat-template", "--prompts-file", "-")
-        done = commands.run("mlx_paged", *map(str, (*fixed, *flags)), input=lines)
-        assert done.returncode == 0, done.stderr
-        return records(done.stdout), done.stderr
+@pytest.mark.parametrize("flag", ["--draft-model", "--prompt-lookup", "--mtp"])
+def test_prompts_file_gives_the_same_texts_with_drafts(flag: str, folder: Path, checkpoint: Path) -> None:
+    model = checkpoint if flag == "--mtp" else folder
+    flags = {"--draft-model": (model, "--num-draft-tokens", 2), "--prompt-lookup": (6,), "--mtp": ()}[flag]
+    found, said = texts(model, flag, *flags, "--cache-stats")
+    assert found == texts(model)[0] and "draft(s) accepted" in said and "Warning" not in said
 
-    # Only a long answer repays a trial of drafts.
-    own = [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}, {"repetition_penalty": 1.4}, {"max_tokens": 500}]
-    prompts = [{"prompt": f"Once upon a time {n}", **options} for n, options in enumerate(own)]
-    lines = "\n".join(map(json.dumps, prompts))
-    plain, _ = results()
-    found, said = results("--draft-model", folder, "--num-draft-tokens", 2, "--cache-stats")
-    assert [each["text"] for each in found] == [each["text"] for each in plain]
-    assert "draft(s) accepted" in said and "Warning" not in said
+
+@pytest.mark.slow
+def test_server_gives_the_same_answers_with_mtp(checkpoint: Path, tmp_path: Path) -> None:
+    server = ServerProcess(checkpoint, tmp_path, "--mtp", "--kv-cache-memory", "64MB")
+    expected = texts(checkpoint)[0]
+    for _ in range(2):
+        answers = together(lambda body: server.complete(**{"max_tokens": 24, **body}), BODIES)
+        assert [answer["choices"][0]["text"] for answer in answers] == expected
+    assert server.complete("w1", num_draft_tokens=1, max_tokens=9)
+    pool = server.stats()["pool"]
+    assert pool["drafted_tokens"] > 0 and pool["draft_steps"] > 0 and pool["budget_bytes"] < 64_000_000
+    server.check_end()
 
 
 def test_num_draft_tokens_of_a_line_needs_drafts(folder: Path) -> None:

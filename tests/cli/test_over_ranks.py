@@ -5,9 +5,7 @@ import random
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,6 @@ from tests.support.models.tiny_model import VOCAB, make_tiny_model
 from tests.support.processes import commands
 from tests.support.processes.server_process import ServerProcess
 from tests.support.processes.small_model import records
-from tests.support.ranks.faulty_ranks_server import FATAL
 from tests.support.ranks.launch import Launch
 from tests.support.ranks.ranked_server import RankedServer
 
@@ -107,12 +104,6 @@ def test_ranks_with_different_model_files_end(what: str, model: Path, demo_model
         assert ended.status == EXIT_STATUS
         assert f"the model's files of rank 0 and rank 1 differ: {name}" in ended.stderr
         assert "2 ranks" in ended.stderr or "rank 1 of 2" in ended.stderr
-
-
-def test_pipeline_requires_several_ranks(model: Path, tmp_path: Path) -> None:
-    found = commands.run("mlx_paged.generate", "--model", model, "--prompt", "one", "--pipeline", cwd=tmp_path)
-    assert found.returncode == 1
-    assert "--pipeline needs several ranks" in found.stderr
 
 
 FLAGS = ["--kv-cache-memory", "16M", "--prefill-step-size", "32", "--max-tokens", "12"]
@@ -289,55 +280,7 @@ def test_dead_rank_ends_the_server_and_requests_get_503(model: Path, tmp_path: P
         server.launch.kill()
 
 
-@pytest.mark.slow
-def test_model_call_that_fails_on_rank_1_ends_all(model: Path, tmp_path: Path) -> None:
-    server = RankedServer(model, tmp_path, *FLAGS, timeout=60)
-    try:
-        with pytest.raises(openai.InternalServerError, match=r"rank 1 has failed: ValueError: injected"):
-            told(server, {"prompt": [FATAL, 5, 6, 7], "temperature": 0})
-        assert [each.status for each in server.ended()] == [EXIT_STATUS] * 2
-    finally:
-        server.launch.kill()
-
-
 # Slow ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_thousand_requests_give_the_answers_of_one_process(model: Path, tmp_path: Path, alone: ServerProcess) -> None:
-    """Includes cancels and stop strings. Nothing leaks, and both ranks log the same figures at the end."""
-    server = RankedServer(model, tmp_path, *FLAGS, timeout=60)
-    kinds = [
-        {"prompt": LONG[: 7 * kind] or "a", "seed": kind, "temperature": kind % 2, "max_tokens": 4 + kind % 9}
-        | ({"stop": ["e", "st"]} if kind % 3 == 0 else {})
-        for kind in range(40)
-    ]
-    expected = [told(alone, kind)[0] for kind in kinds]
-
-    def ask(number: int) -> str:
-        chosen = random.Random(number)
-        kind = chosen.randrange(len(kinds))
-        if chosen.random() < 0.2:
-            body = {**kinds[kind], "max_tokens": 200, "stream": True}
-            connection = server.send_and_leave_open("/v1/completions", body)
-            time.sleep(chosen.random() * 0.3)
-            connection.close()
-            return "cancelled"
-        assert told(server, kinds[kind])[0] == expected[kind]
-        return "ok"
-
-    try:
-        with ThreadPoolExecutor(12) as pool:
-            outcomes = list(pool.map(ask, range(1000)))
-        server.wait_until(lambda: server.is_idle, 60)
-        print({outcome: outcomes.count(outcome) for outcome in set(outcomes)}, server.stats()["server"])
-        server.signal(0, signal.SIGTERM)
-        assert [each.status for each in server.ended()] == [0, 0]
-        first, second = server.last_words()
-        assert first == second
-        print(first)
-    finally:
-        server.launch.kill()
 
 
 @pytest.mark.slow

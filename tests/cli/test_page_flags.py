@@ -2,16 +2,13 @@
 tests/test_config.py covers their values."""
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests.completions import CompletionBody
 from mlx_paged.server.requests.fields import parsed
-from tests.support.processes import commands
 from tests.support.processes.small_model import PROMPT, generate, text_of
 
 BITS = ("--kv-bits", "4", "--kv-group-size", "32")
@@ -53,17 +50,3 @@ def test_prompt_lookup_outside_0_to_64_is_refused_in_requests() -> None:
     for value in (-1, 65, 1.0, "4", True):
         with pytest.raises(RequestRefused, match="prompt_lookup"):
             parsed(json.dumps({"prompt": "x", "prompt_lookup": value}).encode(), CompletionBody)
-
-
-@pytest.mark.slow
-def test_prompts_file_gives_the_same_texts_with_prompt_lookup(folder: Path) -> None:
-    def results(*flags: object) -> tuple[list[Any], str]:
-        fixed = ("generate", "--model", folder, "--max-tokens", 240, "--ignore-chat-template", "--prompts-file", "-")
-        done = commands.run("mlx_paged", *map(str, (*fixed, *flags)), input=text)
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line)["text"] for line in done.stdout.splitlines()], done.stderr
-
-    text = " ".join(f"w{n % 7}" for n in range(40))  # the answer ends in a loop
-    plain, _ = results()
-    found, said = results("--prompt-lookup", 6, "--cache-stats")
-    assert found == plain and "draft(s) accepted" in said and re.search(r"^accepted \d+ of \d+ drafts$", said, re.M)

@@ -49,6 +49,7 @@ REFUSED: list[tuple[tuple[str, ...], int, str]] = [
     ((*PROMPT, "--kv-rotate", "--kv-bits", "3"), 1, "kv_rotate requires kv_bits of 8, 4 or 8,4"),
     ((*PROMPT, "--kv-rotate", *BITS, "--no-paged"), 1, "requires the paged cache; remove --no-paged"),
     ((*PROMPT, "--prompt-lookup", "4"), 1, "--prompt-lookup needs --prompts-file"),
+    ((*PROMPT, "--pipeline"), 1, "--pipeline needs several ranks"),
     ((*PROMPT, "--kv-block-size", "33"), 2, "block size must be 8, 16, 32, 64 or 128, not '33'"),
     ((*PROMPT, "-m", "0"), 2, "argument --max-tokens/-m: must be at least 1, or -1 for no limit, got 0\n"),
     (("generate", "--promt", "x"), 2, "error: unrecognized arguments: --promt x; did you mean --prompt?\n"),

@@ -1,7 +1,6 @@
 """Grammars under mlx-lm: made from its tokenizers, and in batches of requests with and without grammars."""
 
 import json
-import random
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -23,14 +22,11 @@ from mlx_paged.errors import GrammarError, RequestFailedError
 from mlx_paged.grammar.compiler import GrammarCompiler, GrammarSource
 from mlx_paged.grammar.grammar import CompiledGrammar, Grammar, Part
 from mlx_paged.patches.generate.upstream import UPSTREAM
-from mlx_paged.server.call_formats import FORMS
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.grammars import (
     TokenizerGrammars,
     behind_reasoning,
     ends_in_reasoning,
-    tool_format,
-    unwrapped,
 )
 from tests.support.cases import quick, slow
 from tests.support.constraints import constraint_of
@@ -227,18 +223,6 @@ def test_grammar_error_fails_only_its_request(source: GrammarSource, letter: str
     assert_released(model)
 
 
-def test_answer_may_reach_its_limit_within_a_grammar() -> None:
-    model = build("llama")
-    mlx_paged.apply_patches()
-    run = Run(model)
-    uid = run.insert(prompt_of(9), 3, grammar(2))
-    run.run()
-    assert run.reasons[uid] == "length" and len(run.answers[uid]) == 3
-    state = grammar(2).start()
-    for token in run.answers[uid]:
-        state.accept(token)
-
-
 @pytest.mark.parametrize("num_drafts", [7, *slow(1, 3)])
 def test_draft_model_does_not_change_a_constrained_answer(num_drafts: int) -> None:
     model, draft = build("llama"), perturbed("llama", 0.2)
@@ -247,32 +231,6 @@ def test_draft_model_does_not_change_a_constrained_answer(num_drafts: int) -> No
         processors = [GrammarProcessor(grammar(index))]
         steps = speculative_generate_step(prompt, model, draft, logits_processors=processors, **options)
         assert until_the_end(steps) == alone(model, prompt, index)
-
-
-def test_constrained_requests_at_random_times_match_their_schemas() -> None:
-    model = build("qwen3")
-    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=kv_budget(model, 40, 8), block_size=8))
-    rng = random.Random(0)
-    run = Run(model, completion_batch_size=5, prefill_batch_size=2)
-    wanted: dict[int, int] = {}
-    gone: set[int] = set()
-    for _ in range(40):
-        index = rng.randrange(4)
-        prompt = prompt_of(rng.randint(1, 30), seed=rng.randrange(5))
-        wanted[run.insert(prompt, 120, grammar(index))] = index
-        for _ in range(rng.randrange(12)):
-            run.step()
-        if rng.random() < 0.2:
-            uid = rng.choice(list(wanted))
-            run.gen.remove([uid])
-            gone.add(uid)
-    run.run()
-    assert not run.failures and len(wanted) == 40
-    for uid, index in wanted.items():
-        if uid not in gone and run.reasons[uid] == "stop":
-            run.check(uid, SCHEMAS[index])
-    assert sum(reason == "stop" for reason in run.reasons.values()) > 20
-    assert_released(model)
 
 
 CITY = {
@@ -319,17 +277,11 @@ def test_tool_choice_allows_only_calls_of_the_chosen_tools() -> None:
     required = compiled({"tools": [WEATHER, CLOCK], "tool_choice": "required"})
     one = compiled({"tools": [CLOCK, WEATHER], "tool_choice": named})
     assert takes(required, rome) and takes(required, clock) and takes(required, rome + clock)
+    single = compiled({"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False})
     assert takes(one, rome) and not takes(one, clock) and not takes(one, rome + rome)
+    assert takes(single, clock) and not takes(single, clock + clock)
     for grammar in (required, one):
         assert not takes(grammar, list(b"Rome")) and not takes(grammar, answer_of("weather", {"city": "Bonn"}))
-
-
-def test_parallel_tool_calls_false_allows_one_call() -> None:
-    one = compiled({"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False})
-    several = compiled({"tools": [CLOCK], "tool_choice": "required"})
-    call = answer_of('the "clock"', {})
-    assert takes(one, call) and takes(several, call)
-    assert takes(several, call + call) and not takes(one, call + call)
 
 
 def test_strict_tool_constrains_the_arguments_of_its_calls() -> None:
@@ -391,13 +343,6 @@ def test_unsupported_constraints_are_refused() -> None:
         assert caught.value.param == "tools" and caught.value.status == 400
     with pytest.raises(RequestRefused, match="with tools, only JSON is supported"):
         compiled({"tools": [WEATHER], "structured_outputs": {"regex": "a"}})
-
-
-def test_tool_format_returns_the_markers_of_a_call() -> None:
-    without, tokenizer = byte_tokenizer(), byte_tokenizer(calls_tools=True)
-    assert tool_format(without, unwrapped(without)) is None
-    form = tool_format(tokenizer, unwrapped(tokenizer))
-    assert form is not None and form[:4] == (f"<[{CALL}]>", f"<[{CALL_END}]>", (CALL,), FORMS["json_tools"])
 
 
 def test_reasoning_begun_in_the_prompt_is_unconstrained() -> None:

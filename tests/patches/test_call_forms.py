@@ -59,32 +59,23 @@ def tool(schema: Any, name: str = "edit_file") -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
 
 
-def marks_of(name: str) -> list[str]:
-    """Return the texts of a form that may be tokens."""
+def marks_and_ends_of(name: str) -> tuple[list[str], list[str]]:
+    """Return the texts of a form that may be tokens, and what ends the parts of a call."""
     if name == "harmony":
-        return HARMONY_MARKS
+        return HARMONY_MARKS, HARMONY_MARKS
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     form = FORMS[parser.parse_tool_call.__module__.rpartition(".")[2]]
     texts = [parser.tool_call_start, parser.tool_call_end, form.begin, form.end, form.key, form.value_end, form.quote]
-    return list(
-        dict.fromkeys(mark for text in texts for mark in re.findall(r"<[^<>\s]+>|\[ARGS\]|\[TOOL_CALLS\]", text))
-    )
-
-
-def ends_of(name: str) -> list[str]:
-    """Return what ends the parts of a call."""
-    if name == "harmony":
-        return HARMONY_MARKS
-    parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-    form = FORMS[parser.parse_tool_call.__module__.rpartition(".")[2]]
-    return [form.value_end.removesuffix("~"), form.quote, form.end, parser.tool_call_end, parser.tool_call_start]
+    marks = [mark for text in texts for mark in re.findall(r"<[^<>\s]+>|\[ARGS\]|\[TOOL_CALLS\]", text)]
+    ends = [form.value_end.removesuffix("~"), form.quote, form.end, parser.tool_call_end, parser.tool_call_start]
+    return list(dict.fromkeys(marks)), ends
 
 
 def tokenizer_of(name: str, *, is_special: bool) -> TokenizerWrapper:
     """Return a tokenizer of bytes; the marks of the form are special tokens if ``is_special``."""
     plain = byte_tokenizer()
     if is_special:
-        marks = [mark for mark in marks_of(name) if not re.search("NAME|KEY|TYPE", mark)]
+        marks = [mark for mark in marks_and_ends_of(name)[0] if not re.search("NAME|KEY|TYPE", mark)]
         plain._tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     return TokenizerWrapper(plain._tokenizer, eos_token_ids=[EOS, EOT], **parser_options(name))
 
@@ -148,7 +139,7 @@ def test_random_calls_are_parsed_and_match_their_schema(name: str, is_special: b
     tools = [tool(DEEP), CLOCK]
     grammar = compiled(tokenizer, tools, **({"tool_choice": "required"} if is_required else {}))
     encode = lambda text: tokenizer._tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
-    words = [encode(text) for text in (*ends_of(name), "a", " é", "7a", "null", "true", "]", "}") if text]
+    words = [encode(text) for text in (*marks_and_ends_of(name)[1], "a", " é", "7a", "null", "true", "]", "}") if text]
     num_calls = 0
     for seed in range(3):
         dice = random.Random(f"{name} {is_special} {is_required} {seed}")

@@ -13,8 +13,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cuda import narrow_matmul, quantized_matmul
-from mlx_paged.engine import compiled_step
+from mlx_paged.cuda import quantized_matmul
 from mlx_paged.kernels.inference import Inference
 from mlx_paged.patches import registry
 from tests.support.cases import slow
@@ -26,11 +25,7 @@ NUM_TOKENS = 10
 SYMBOLS: list[tuple[type, str]] = [
     (nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear"), (QuantizedSwitchLinear, "__call__"),
 ]  # fmt: skip
-TARGETS = [
-    "mlx_lm.models.switch_layers.QuantizedSwitchLinear.__call__",
-    "mlx.nn.layers.quantized.QuantizedLinear.__call__",
-    "mlx.nn.layers.quantized.QuantizedEmbedding.as_linear",
-]
+TARGETS = [f"{owner.__module__}.{owner.__name__}.{name}" for owner, name in SYMBOLS]
 IS_CPU = mx.default_device() == mx.Device(mx.cpu)
 
 
@@ -193,38 +188,6 @@ def test_batches_give_the_same_tokens_as_with_mlxs_layers(
     multiplied.clear()
     assert batch(model, lengths) == got
     assert (3, 1) in [shape[:2] for shape in multiplied]
-
-
-@pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("kind", ["llama", "gemma3", *slow("qwen3")])
-def test_compiled_step_without_our_kernels_multiplies_all_rows_at_once(
-    kind: str, multiplied: list[tuple[int, ...]], kernels: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
-    model = quantized(kind, 8, mx.bfloat16)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
-    with mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False):
-        batch(model, (5, 40, 12))
-    assert mlx_paged.dispatch_counts()
-    of_steps = [shape for shape in multiplied if shape[0] == 4]  # three rows, padded
-    per_step = 7 * len(model.layers) + 1
-    assert of_steps and len(of_steps) % per_step == 0
-    assert {len(shape) for shape in of_steps} == {2}
-
-
-@pytest.mark.usefixtures("as_on_cuda", "kernels")
-def test_compiled_step_dequantises_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
-    monkeypatch.setattr(quantized_matmul, "DEQUANTIZED_ROWS", 4)
-    model = quantized("llama", 4, mx.bfloat16)
-    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
-    with (
-        mock.patch.object(quantized_matmul, "_dequantized", wraps=quantized_matmul._dequantized) as dequantize,
-        mock.patch.object(narrow_matmul, "passes_check", lambda *choice: False),
-    ):
-        batch(model, (5, 40, 12))
-    shapes = {call.args[1].shape[:2] for call in dequantize.call_args_list}
-    assert shapes and (4, 1) not in shapes  # prompts; three rows, padded
 
 
 @pytest.mark.usefixtures("as_on_cuda", "kernels")

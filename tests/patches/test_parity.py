@@ -15,7 +15,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.kv.lock import HeldLocks
 from tests.support.cases import crossed, quick, slow
 from tests.support.models import llama4
 from tests.support.models.builders import (
@@ -151,28 +150,7 @@ def test_generate_and_stream_generate_equal_stock() -> None:
     assert run() == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_prefill_leaves_no_reads_to_compute(kind: str) -> None:
-    """mlx-lm drops the logits of every prefill chunk but the last, so the last layer's attention is never computed
-    there. A pending read would compute it; only decode steps leave some."""
-    model = model_of(kind)
-    mlx_paged.apply_patches()
-    cache = make_prompt_cache_now(model)
-    pool = cache[0].pool
-
-    def reads() -> int:
-        return sum(len(blocks.pending) for group in pool.groups for blocks in group.blocks)
-
-    with HeldLocks():
-        for start in (0, 30, 60):
-            model(prompt_of(90)[None, start : start + 30], cache=cache)
-            mx.eval([c.state for c in cache])
-            assert not reads()
-        model(prompt_of(1)[None], cache=cache)
-        assert reads() == 2 * len(cache)  # its write, too
-
-
-def test_prefill_needs_no_more_memory_than_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_needs_no_more_memory_than_stock() -> None:
     """New keys and values go to the pool layer by layer; kept to the end they would be held twice."""
     shape = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     prompt = prompt_of(128)
@@ -195,17 +173,5 @@ def test_prefill_needs_no_more_memory_than_stock(monkeypatch: pytest.MonkeyPatch
     mlx_paged.apply_patches()
     kv_bytes = 128 * 8 * 2 * 8 * 64 * 4
     assert stock > kv_bytes
-    paged = peak()
-
-    kept = []
-    attend = mx.fast.scaled_dot_product_attention
-
-    def keeping(q: mx.array, k: mx.array, v: mx.array, **options: object) -> mx.array:
-        kept.append((k, v))
-        return attend(q, k, v, **options)
-
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", keeping)
-    assert peak() > paged + kv_bytes // 2
-    assert len(kept) == 8
     # Peaks vary by a tenth of kv_bytes, with how far MLX's thread is behind when an array is dropped.
-    assert paged < stock + kv_bytes * 3 // 4
+    assert peak() < stock + kv_bytes * 3 // 4

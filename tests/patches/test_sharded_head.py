@@ -72,16 +72,6 @@ def test_every_rank_gets_all_logits_in_order(
         )
 
 
-def test_model_with_a_sharded_head_gives_the_same_logits(gathered: Heads) -> None:
-    model, tokens = model_of(), mx.array([[5, 9, 1]])
-    expected = model(tokens)
-    for rank in range(SIZE):
-        each = model_of()
-        assert shard_head(each, Group(rank))
-        gathered.append(each.lm_head)
-    assert mx.abs(each(tokens) - expected).max().item() < 1e-5
-
-
 def test_a_head_within_a_language_model_is_found() -> None:
     outer = nn.Module()
     outer.language_model = model_of()

@@ -95,11 +95,6 @@ def test_unclosed_call_counts_and_calls_once_keeps_only_the_first() -> None:
     assert len(calls_of(once)) == 1 and not once.text
 
 
-def test_partial_marker_at_the_end_is_text() -> None:
-    for text in ("1 < 2 <", "a <tool", "<"):
-        assert answer_of(text).text == text
-
-
 def test_end_token_has_no_log_probability_and_others_have_bytes() -> None:
     told = answer_of("abcdé", top_logprobs=0)
     assert [(token.text, token.bytes) for token in told.tokens] == [("a", b"a"), ("d", b"d")]
@@ -177,13 +172,6 @@ LOOK = ("look", {"path": "a.py", "n": 3})
 )
 def test_calls_in_unexpected_forms_are_recognised(text: str, said: str, calls: list[tuple[str, Any]]) -> None:
     assert call_of(text) == (said, calls)
-
-
-def test_truncated_call_is_text() -> None:
-    for text in (XML, '{"name": "go"', "<tool_call>go"):
-        assert call_of(text, finish="length") == (text, [])
-    cut = "<function=look>\n<parameter=path>\na.p"
-    assert call_of(cut) == (cut, [])
 
 
 def test_request_without_tools_gets_no_calls() -> None:

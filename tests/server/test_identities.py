@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
+
+import pytest
 
 from mlx_paged.prefix.identity import identity_of, loaded_configs, noting_configs
 from tests.support.models.builders import build, perturbed
@@ -17,9 +20,13 @@ def test_identity_depends_on_target_and_draft() -> None:
     assert len(found) == 5 and None not in found
 
 
-def test_equal_weights_have_one_identity() -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"seed": 9}, {"rope_theta": 1e6}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, {"rms_norm_eps": 1e-2}],
+)
+def test_equal_weights_and_configurations_have_one_identity(changes: dict[str, Any]) -> None:
     first = identity_of([build("llama")])
-    assert first == identity_of([build("llama")]) != identity_of([build("llama", seed=9)])
+    assert first == identity_of([build("llama")]) != identity_of([build("llama", **changes)])
 
 
 def test_identity_depends_on_the_configuration_as_loaded() -> None:

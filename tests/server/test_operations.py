@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 
 from mlx_paged.cli.server import parse
-from mlx_paged.server import texts as server_texts
-from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.prompting import MAX_DEFAULT_TOKENS, SMALL_BYTES, PromptMaker
 from mlx_paged.server.request import Prompt, PromptLimits, ServerRequest
 from tests.support.models.tiny_model import make_tiny_model
@@ -175,16 +173,3 @@ def test_small_prompts_do_not_wait_for_a_huge_one() -> None:
         await huge
 
     asyncio.run(run())
-
-
-def test_text_that_is_sure_to_be_too_long_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoding takes a hundred times its size in memory."""
-    monkeypatch.setattr(server_texts, "_most_characters", lambda inner: 10)
-    inner = SimpleNamespace(encode=lambda text: [1] * len(text))
-    for of_model, words in ((True, "the model's context"), (False, "KV cache budget")):
-        limits = PromptLimits(500, of_model=of_model)
-        tokenizer = server_texts._RequestTokenizer(inner, limits, continues=False)
-        assert len(tokenizer.encode("a" * 5009)) == 5009
-        with pytest.raises(RequestRefused, match=f"at least 501 tokens.*{words}") as caught:
-            tokenizer.encode("a" * 5010)
-        assert caught.value.code == "context_length_exceeded"

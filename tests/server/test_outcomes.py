@@ -11,6 +11,7 @@ import pytest
 from tests.support.cases import crossed
 from tests.support.processes.server_process import ServerProcess
 from tests.support.server.answers import CHAT, COMPLETIONS, MESSAGES, PATHS, RESPONSES, ask, body_of
+from tests.support.server.samples import SCHEMA, WHITE
 
 pytestmark = pytest.mark.demo_model
 
@@ -22,13 +23,6 @@ SCORED = {
     COMPLETIONS: {"logprobs": 1},
     RESPONSES: {"include": ["message.output_text.logprobs"]},
 }
-SCHEMA = {
-    "type": "object",
-    "properties": {"ok": {"type": "boolean"}},
-    "required": ["ok"],
-    "additionalProperties": False,
-}
-WHITE = {str(token): -100 for token in (216, 197, 198, 201, 202, 220, 222)}  # white space of the tokenizer
 CONSTRAINED = {
     CHAT: {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
     COMPLETIONS: {"structured_outputs": {"json": SCHEMA}},

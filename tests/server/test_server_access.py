@@ -14,9 +14,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.page_document import NEEDS_NODE, page_of
-from tests.support.processes.server_process import Answer, ServerProcess, together
+from tests.support.processes.server_process import Answer, ServerProcess
 from tests.support.processes.server_process import cached as cached_tokens
 
 pytestmark = pytest.mark.demo_model
@@ -108,7 +107,7 @@ def test_key_in_x_api_key_is_accepted_beside_any_authorization(server: ServerPro
 @NEEDS_NODE
 def test_cached_share_of_each_key_is_in_the_metrics_and_on_the_page(server: ServerProcess, tmp_path: Path) -> None:
     names = {"key 1": KEY, "key 2": OTHER}
-    before, page = figures_of_clients(server, tmp_path)
+    before, _ = figures_of_clients(server, tmp_path)
     used = {name: before.get(name, Counter()).copy() for name in names}
     for name, headers in [*names.items(), *names.items(), ("key 2", OTHER)]:
         usage = server.post(CHAT, chat(f"{SECRET} of {name}"), **headers).json["usage"]
@@ -157,9 +156,6 @@ def test_unsafe_chat_template_arguments_are_refused(server: ServerProcess) -> No
     ):
         answer = server.post(CHAT, chat(chat_template_kwargs=kwargs), **KEY)
         assert answer.status == 400 and answer.json["error"]["param"] == "chat_template_kwargs"
-
-
-# Clients that go --------------------------------------------------------------------------------------------------
 
 
 # Models that cannot be loaded -------------------------------------------------------------------------------------
@@ -211,17 +207,6 @@ def test_errors_do_not_reveal_what_is_on_disk(server: ServerProcess, tmp_path: P
             assert answer.status == 404
             said.add(answer.body.replace(body["model"].encode(), b"PATH"))
     assert len(said) == 1
-
-
-def test_requested_model_replaces_the_current_one(
-    folder: Path, demo_model_folder: Path, tmp_path: Path, serve: Any
-) -> None:
-    other = str(make_tiny_model(tmp_path / "other", demo_model_folder, "gemma3"))
-    server = serve("--kv-cache-memory", "8MB", "--allow-any-model")
-    for model in ("default_model", other, other, folder.name):
-        assert server.complete("Hello there", max_tokens=4, model=model)
-    together(lambda model: server.complete("x", max_tokens=2, model=model), (other, folder.name, other))
-    assert server.stats()["server"]["requests"] == {"ok": 7, "refused": 0, "failed": 0, "cancelled": 0}
 
 
 # The start and the log --------------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
 """A server with a draft model batches its requests and gives the answers of a server without one."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import commands
 from tests.support.processes.server_process import ServerProcess, together
 
 COMPLETIONS = "/v1/completions"
@@ -46,16 +44,3 @@ def test_drafted_requests_are_batched_and_give_plain_answers(folder: Path, serve
         body.pop("num_draft_tokens", None)
     assert ask_all(plain) == found
     assert plain.complete(**long)["choices"][0]["text"] == first
-
-
-def test_a_draft_model_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(folder, other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    words = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
-    vocab = tokenizer["model"]["vocab"]
-    vocab[words[-1]], vocab[words[-2]] = vocab[words[-2]], vocab[words[-1]]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    done = commands.run("mlx_paged", "server", "--model", str(folder), "--draft-model", str(other), "--port", "0")
-    assert done.returncode != 0 and "the draft model's tokenizer differs from the model's in 2 token(s)" in done.stderr
-    assert "Traceback" not in done.stderr

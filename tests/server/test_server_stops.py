@@ -103,12 +103,7 @@ def test_answers_are_cut_before_the_first_stop_string(
     check_cuts()
 
 
-@pytest.mark.slow
-def test_stop_string_inside_a_word_cuts_the_demo_models_answer(demo_model_folder: Path, serve: Any) -> None:
-    check_sentence(serve("--kv-cache-memory", "200MB", model=demo_model_folder), "What is the capital of France?")
-
-
-def test_stop_string_inside_a_word_cuts_the_answer(server: ServerProcess, folder: Path) -> None:
+def test_stop_string_inside_a_word_cuts_the_answer(server: ServerProcess, client: openai.OpenAI, folder: Path) -> None:
     """Biases make the tiny model give the demo model's answer and then end: each token once, in this order."""
     tokenizer: Any = mlx_lm.load(str(folder))[1]
     tokens = tokenizer.encode("The capital of France is Paris.", add_special_tokens=False)
@@ -116,17 +111,9 @@ def test_stop_string_inside_a_word_cuts_the_answer(server: ServerProcess, folder
     assert len(set(tokens)) == len(tokens)
     bias = {str(token): 1_000 - 10 * place for place, token in enumerate(tokens)}
     bias[str(tokens[-1])] += 500  # a prompt's last tokens count as present: the end token does, none of the answer's do
-    check_sentence(server, "What?", logit_bias=bias, presence_penalty=500)
-
-
-def check_sentence(server: ServerProcess, question: str, **extra: Any) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
-    options: dict[str, Any] = {
-        **extra,
-        "model": "default_model",
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": 12,
-    }
+    messages = [{"role": "user", "content": "What?"}]
+    options: dict[str, Any] = {"model": "default_model", "messages": messages, "max_tokens": 12}
+    options |= {"logit_bias": bias, "presence_penalty": 500}
     whole = client.chat.completions.create(**options).choices[0]
     assert (whole.message.content, whole.finish_reason) == ("The capital of France is Paris.", "stop")
     for seed in (None, 1):

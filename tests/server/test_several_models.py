@@ -15,7 +15,6 @@ from mlx_paged import machine
 from mlx_paged.cli.server import main, parse, shared_budget
 from mlx_paged.config import PagedConfig
 from mlx_paged.errors import RequestTooLargeError
-from mlx_paged.kernels import availability
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.server import loaded_models as models_of_server
 from mlx_paged.server.errors import RequestRefused
@@ -148,16 +147,6 @@ def test_kernels_are_compiled_and_checked_before_the_first_request(
         models.load_default()
         assert "kernels are tried by the first request" in caplog.text, "a small budget does not stop the server"
         models.close()
-    mlx_paged.remove_patches()
-
-
-def test_nothing_is_tried_without_a_gpu(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(availability, "device_unsupported_reason", lambda: "MLX has no GPU here")
-    monkeypatch.setattr(PagedBatchGenerator, "insert", mock.Mock(side_effect=AssertionError))
-    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=1 << 22))
-    models = models_of_server.LoadedModels(parse(["--model", str(folders[0])]), ServerConfig())
-    models.load_default()
-    models.close()
     mlx_paged.remove_patches()
 
 

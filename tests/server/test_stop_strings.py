@@ -59,40 +59,6 @@ def test_the_text_is_cut_before_the_first_stop_string(case: tuple[str, list[str]
     assert searched.found is None or text.startswith(searched.found, len(expected))
 
 
-@settings(max_examples=300, deadline=None)
-@given(cases(), borders, borders)
-def test_borders_of_pieces_do_not_matter(case: tuple[str, list[str]], ends: list[int], others: list[int]) -> None:
-    text, stops = case
-    found = []
-    for each in (ends, others):
-        searched = StopScanner(StopList(stops))
-        parts = [searched.feed(piece) for piece in pieces_of(text, each)]
-        found.append("".join(parts) + searched.feed("", is_last=True))
-    assert found[0] == found[1]
-
-
-def test_text_that_cannot_begin_a_stop_string_is_shown_at_once() -> None:
-    searched = StopScanner(StopList(["stop here"]))
-    assert searched.feed("Do not sto") == "Do not "
-    assert searched.feed("w it, st") == "stow it, "
-    assert searched.feed("o") == ""
-    assert searched.feed("p her") == "" and searched.found is None
-    assert searched.feed("e, or there") == "" and searched.found == "stop here"
-    assert searched.feed("more") == searched.feed("", is_last=True) == ""
-
-
-def test_partial_stop_string_is_shown_when_the_text_ends() -> None:
-    searched = StopScanner(StopList(["###"]))
-    assert searched.feed("a ##") == "a "
-    assert searched.feed("", is_last=True) == "##"
-    assert searched.found is None
-
-
-def test_without_stop_strings_everything_is_shown() -> None:
-    searched = StopScanner(StopList([]))
-    assert searched.feed("text") == "text" and searched.feed("", is_last=True) == "" and searched.found is None
-
-
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopList(["a", ""])

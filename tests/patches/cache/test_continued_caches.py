@@ -118,3 +118,13 @@ def test_several_rows_in_one_cache_run_as_in_stock(name: str, removed: bool) -> 
     told = [str(each.message) for each in caught if each.category is mlx_paged.NotPagedWarning]
     assert ["several sequences" in message for message in told] == [True]
     assert all(type(each).__module__ == "mlx_lm.models.cache" for each in leaves(cache))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2"])
+def test_prompt_caches_with_states_are_not_trimmed(kind: str) -> None:
+    model = any_model(kind)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    cache = filled(kind, model, 21)
+    offsets = [part.offset for part in leaves(cache) if hasattr(part, "offset")]
+    assert not upstream.can_trim_prompt_cache(cache) and upstream.trim_prompt_cache(cache, 3) == 0
+    assert [part.offset for part in leaves(cache) if hasattr(part, "offset")] == offsets

@@ -8,7 +8,7 @@ from mlx_lm.models import cache as upstream
 from mlx_lm.models import qwen2
 
 import mlx_paged
-from mlx_paged import GeometryError, PagedConfig, PoolExhaustedError
+from mlx_paged import GeometryError, PagedConfig
 from mlx_paged.patches.cache.layout import layout_of, why_one_by_one
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
@@ -16,7 +16,7 @@ from scripts.support import model_configs
 from tests.fuzz.cases import HYBRIDS
 from tests.support.cases import quick
 from tests.support.models.batch_runs import answers, fall_throughs, generator
-from tests.support.models.builders import COMMON, assert_same, build, greedy, prompt_of
+from tests.support.models.builders import COMMON, build, greedy, prompt_of
 
 KINDS_OF_STATES = (
     "baichuan_m1",
@@ -28,17 +28,6 @@ KINDS_OF_STATES = (
     "qwen3_next",
     "rwkv7",
 )
-
-
-def test_late_quantized_kv_start_uses_mlx_lms_cache() -> None:
-    model = build("llama", hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1)
-    kwargs = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}
-    expected = greedy(model, prompt_of(50), 30, **kwargs)
-    mlx_paged.apply_patches()
-    got, messages = fall_throughs(lambda: greedy(model, prompt_of(50), 30, **kwargs))
-    assert_same(got, expected)
-    assert len(messages) == 1 and "kv_bits" in messages[0]
-    assert mlx_paged.pool_of(model).stats().live_blocks == 0
 
 
 @pytest.mark.usefixtures("unfused")
@@ -132,19 +121,6 @@ def test_stock_caches_made_by_the_user_stay_stock() -> None:
     paged = greedy(model, prompt_of(40), 10)[0]
     assert greedy(model, prompt_of(40), 10, prompt_cache=own)[0] == paged
     assert type(own[0]) is upstream.KVCache and own[0].offset >= 49
-
-
-def test_generation_past_the_budget_raises_and_keeps_the_pool_intact() -> None:
-    model = build("llama")
-    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=200_000))
-    with pytest.raises(PoolExhaustedError, match="200,000 bytes") as caught:
-        greedy(model, prompt_of(30), 500)
-    assert caught.value.budget_bytes == 200_000 and caught.value.blocks_needed >= 1
-    del caught
-    pool = mlx_paged.pool_of(model)
-    pool.check_integrity()
-    assert pool.stats().bytes_reserved <= 200_000
-    assert len(greedy(model, prompt_of(30), 20)[0]) == 20
 
 
 @pytest.mark.usefixtures("unfused")

@@ -1,6 +1,7 @@
 """Quantised pages, rotated or not: equality with mlx-lm's quantised cache, batches, files, refused options."""
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -46,30 +47,21 @@ def test_logits_equal_those_of_mlx_lms_quantized_cache(kind: str, bits: int, gro
     assert {choice.path for choice in mlx_paged.dispatch_counts()} == {"gather"}
 
 
+@pytest.mark.parametrize("bits", [8, (8, 4)])
 @pytest.mark.parametrize("start", [*slow(None), 0, DEFAULT_QUANTIZED_KV_START])
-def test_kv_bits_of_a_call_make_quantised_pages(start: int | None) -> None:
+def test_kv_bits_of_a_call_make_pages_as_those_of_the_configuration(start: int | None, bits: Any) -> None:
     model = wide("llama")
-    options = {"kv_bits": 8, **({} if start is None else {"quantized_kv_start": start})}
-    caches = [QuantizedKVCache(64, 8) for _ in model.layers]
-    expected = greedy(model, prompt_of(45), 30, prompt_cache=caches, prefill_step_size=STEP)
-    mlx_paged.apply_patches()
-    got, messages = fall_throughs(lambda: greedy(model, prompt_of(45), 30, prefill_step_size=STEP, **options))
-    assert got[0] == expected[0] and rms(got[1], expected[1]) < 1e-6 and not messages
-    assert mlx_paged.pool_of(model).page_format == PageFormat(8, 8, 64)
-    assert QUANTIZED_KV_START == DEFAULT_QUANTIZED_KV_START
-    greedy(model, prompt_of(5), 3)
-    assert mlx_paged.pool_of(model).page_format is None  # kv_bits held for that call only
-
-
-def test_keys_of_8_and_values_of_4_bits_by_configuration_or_call() -> None:
-    model = wide("llama")
-    mlx_paged.apply_patches(PagedConfig(kv_bits=(8, 4)))
-    configured, messages = fall_throughs(lambda: greedy(model, prompt_of(45), 20))
-    assert mlx_paged.pool_of(model).page_format == PageFormat(8, 4, 64) and not messages
+    mlx_paged.apply_patches(PagedConfig(kv_bits=bits))
+    configured = greedy(model, prompt_of(45), 20)
+    pages = mlx_paged.pool_of(model).page_format
     mlx_paged.apply_patches(PagedConfig())
-    called = greedy(model, prompt_of(45), 20, kv_bits=(8, 4))
-    assert called[0] == configured[0] and rms(called[1], configured[1]) == 0
+    options = {"kv_bits": bits, **({} if start is None else {"quantized_kv_start": start})}
+    called, messages = fall_throughs(lambda: greedy(model, prompt_of(45), 20, **options))
+    assert called[0] == configured[0] and rms(called[1], configured[1]) == 0 and not messages
+    assert mlx_paged.pool_of(model).page_format == pages == PageFormat(8, 8 if bits == 8 else 4, 64)
+    assert QUANTIZED_KV_START == DEFAULT_QUANTIZED_KV_START
     plain = greedy(model, prompt_of(45), 20)
+    assert mlx_paged.pool_of(model).page_format is None  # kv_bits held for that call only
     assert rms(plain[1][:5], configured[1][:5]) > 0
 
 

@@ -45,11 +45,12 @@ def test_rows_of_a_batch_equal_single_runs_of_stock(kind: str) -> None:
     for length, num_tokens in counts.items():
         solo(kind, length, num_tokens)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gen, messages = fall_throughs(
-        lambda: generator(model_of(kind), max_kv_size=SIZE, prefill_step_size=STEP, completion_batch_size=3)
-    )
+    upstream.make_prompt_cache(model_of(kind))
+    prefixes = SharedPrefixes(PrefixCache(mlx_paged.pool_of(model_of(kind))))  # of the unbounded pool
+    sizes = {"prefill_step_size": STEP, "completion_batch_size": 3}
+    gen, messages = fall_throughs(lambda: generator(model_of(kind), max_kv_size=SIZE, prefixes=prefixes, **sizes))
     assert any("do not keep the first tokens" in message for message in messages)
-    assert not gen._engine.batch.takes_rows and gen._engine.pool is None
+    assert not gen._engine.batch.takes_rows and gen._engine.pool is None and not gen.shares_prefixes
     outcomes = run_requests(gen, [prompt_of(n, seed=n).tolist() for n in counts], list(counts.values()))
     for outcome, (length, num_tokens) in zip(outcomes, counts.items(), strict=True):
         tokens, logprobs = solo(kind, length, num_tokens)
@@ -72,18 +73,6 @@ def test_bounded_cache_from_a_file_stays_stock_alone_and_in_a_batch(tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_bounded_requests_share_no_prefixes() -> None:
-    model = model_of("qwen3")
-    tokens, _ = solo("qwen3", 61, 45)
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    upstream.make_prompt_cache(model)
-    prefixes = SharedPrefixes(PrefixCache(mlx_paged.pool_of(model)))  # of the unbounded pool
-    gen = generator(model, max_kv_size=SIZE, prefill_step_size=STEP, prefixes=prefixes)
-    assert not gen.shares_prefixes
-    assert answers(gen, [prompt_of(61, seed=61).tolist()] * 2, [45] * 2) == [tokens] * 2
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_prompt_cache_store_returns_bounded_caches_as_stock_does() -> None:
     model = model_of("qwen3")
     tokens = prompt_of(60, seed=4).tolist()
@@ -102,4 +91,5 @@ def test_prompt_cache_store_returns_bounded_caches_as_stock_does() -> None:
     for got, want in zip(run(store), expected, strict=True):
         np.testing.assert_array_equal(got, want)
     assert len(store) == 1
+    assert store.fetch_nearest_cache("m", tokens[:50]) == (None, tokens[:50])  # it cannot be trimmed by a token
     store.close()

@@ -1,14 +1,13 @@
 """Batches under the patches: each row equals stock mlx-lm's solo run; caches that are given and returned."""
 
 import gc
-import random
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache
+from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
@@ -78,74 +77,6 @@ def test_rows_equal_their_solo_runs(kind: str, count: int) -> None:
     check_released(kind)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("count", range(1, 18))
-@pytest.mark.parametrize("block_size", [8, 32, 128])
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_equal_their_solo_runs_at_every_batch_size(kind: str, block_size: int, count: int) -> None:
-    run_batch(kind, specs_of(count, 40), PagedConfig(block_size=block_size), prefill_step_size=96)
-    check_released(kind)
-
-
-@pytest.mark.usefixtures("no_fall_through")
-@pytest.mark.parametrize("kind", quick(["llama", pytest.param("qwen3", marks=pytest.mark.slow), "gemma3"], "llama"))
-def test_rows_that_join_and_finish_at_random_equal_solo_runs(kind: str) -> None:
-    rng = random.Random(kind)
-    specs = [Spec(rng.choice((1, 9, 32, 77, 150)), rng.randint(1, 30), seed=n) for n in range(12)]
-    make_solos(kind, specs)
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gen = generator(model_of(kind), completion_batch_size=5, prefill_batch_size=2, prefill_step_size=50)
-    outcomes: dict[int, Outcome] = {}
-    waiting, uids = list(specs), []
-    while waiting or any(outcome.reason is None for outcome in outcomes.values()):
-        if waiting and rng.random() < 0.4:
-            uids += insert(gen, [waiting.pop(0)], outcomes)
-        collect(outcomes, *gen.next())
-    for uid, spec in zip(uids, specs, strict=True):
-        check(kind, spec, outcomes[uid])
-    check_released(kind)
-
-
-@pytest.mark.parametrize("kind", quick(["llama", "gemma3"], "gemma3"))
-def test_live_blocks_are_those_of_the_rows(kind: str) -> None:
-    specs = specs_of(7)
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    gen = generator(model_of(kind), completion_batch_size=4, prefill_batch_size=4, prefill_step_size=64)
-    insert(gen, specs, {})
-    pool = mlx_paged.pool_of(model_of(kind))
-    while any(gen.next()):
-        blocks = _blocks_of_the_rows(gen, pool)
-        # A window is moved when the next token is appended: until then the tail of the last chunk is held as well.
-        live, slack = pool.stats().live_blocks, 0 if kind == "llama" else 4 * -(-64 // 8)
-        assert blocks <= live <= blocks + slack
-        pool.check_integrity()
-
-
-def _blocks_of_the_rows(gen: Any, pool: mlx_paged.BlockPool) -> int:
-    lengths = [row.length for row in gen._engine.requests.values() if row.caches is not None]
-    windows = [group.spec.window for group in pool.groups]
-    starts = [(n, 0 if window is None else max(0, n - window)) for n in lengths for window in windows]
-    return sum(-(-n // pool.block_size) - start // pool.block_size for n, start in starts)
-
-
-SHORT, LONG = ((30, 25, 20, 15), 40, 16, 2), ((60, 45, 50, 15), 50, 2048, 1)  # prompts shorter and longer than windows
-
-
-@pytest.mark.parametrize(
-    ("kind", "case"), quick([("llama", SHORT), ("gemma3", LONG), ("qwen3", SHORT)], ("gemma3", LONG))
-)
-def test_preempted_requests_deliver_each_solo_token_once(kind: str, case: tuple[Any, ...]) -> None:
-    lengths, num_tokens, step, preemptions = case
-    model = model_of(kind)
-    specs = [Spec(length, num_tokens, seed=length) for length in lengths]
-    config = PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 22, 8))
-    gen = run_batch(kind, specs, config, prefill_step_size=step)
-    assert gen.preemptions >= preemptions
-    assert mlx_paged.pool_of(model).stats().preemptions == gen.preemptions
-    check_released(kind)
-
-
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", quick(RECURRENT, "mamba"))
 def test_recurrent_states_are_not_padded(kind: str) -> None:
@@ -164,15 +95,6 @@ def test_request_larger_than_budget_is_refused_before_any_change() -> None:
     assert gen.next() == ([], [])
     assert gen.insert([prompt_of(5).tolist()], [2]) == [0]
     assert sum(len(generated) for _, generated in iter(gen.next, ([], []))) == 2
-
-
-def test_bad_arguments_raise_as_in_mlx_lm() -> None:
-    mlx_paged.apply_patches()
-    gen = generator(model_of("llama"))
-    for args in ([[[]]], [[[1]], [0]], [[[1], [2]], [3]]):
-        with pytest.raises(ValueError):
-            gen.insert(*args)
-        assert gen.next() == ([], [])
 
 
 # Options ---------------------------------------------------------------------------------------------------------
@@ -335,20 +257,6 @@ def test_given_caches_are_continued_from_their_end(kind: str, paged: bool) -> No
     assert cache[0].offset == 53
 
 
-def test_given_cache_survives_preemption() -> None:
-    """Its tokens are unknown, so it cannot be recomputed: preemption keeps it and releases only what was added."""
-    model, first, second = model_of("llama"), Spec(30, 40, seed=1), Spec(60, 40, seed=2)
-    make_solos("llama", [first, second])
-    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 20, 8)))
-    cache = mlx_lm_generate.make_prompt_cache(model)
-    model(mx.array(second.prompt)[None, :50], cache=cache)
-    gen = generator(model)
-    got = answers(gen, [first.prompt, second.prompt[50:]], [40, 40], caches=[None, cache])
-    del cache
-    assert gen.preemptions > 0 and got == [solo("llama", first)[0], solo("llama", second)[0]]
-    check_released("llama")
-
-
 def test_unusable_caches_are_named_and_nothing_is_inserted() -> None:
     model, other = (model_of(kind, num_hidden_layers=3) for kind in ("llama", "qwen3"))
     mlx_paged.apply_patches(PagedConfig(block_size=8))
@@ -367,26 +275,6 @@ def test_unusable_caches_are_named_and_nothing_is_inserted() -> None:
             gen.insert([[1, 2], [3, 4]], [2, 2], caches=[good, bad])
         assert gen.next() == ([], [])
     assert gen.insert([[1, 2]], [2], caches=[good]) == [0]
-
-
-def test_models_with_unbatchable_caches_run_one_by_one() -> None:
-    class Odd(type(model_of("llama"))):
-        def make_cache(self) -> list[Any]:
-            return [KVCache(), ConcatenateKVCache(), KVCache()]
-
-    specs = [Spec(20, 6), Spec(5, 9, 1)]
-    make_solos("llama", specs)
-    odd = Odd(model_of("llama").args)
-    odd.update(model_of("llama").parameters())
-    mlx_paged.apply_patches()
-    with pytest.warns(mlx_paged.NotPagedWarning, match="one by one"):
-        gen = generator(odd)
-    outcomes: dict[int, Outcome] = {}
-    uids = insert(gen, specs, outcomes)
-    run_all(gen, outcomes)
-    for uid, spec in zip(uids, specs, strict=True):
-        check("llama", spec, outcomes[uid])
-    gen.close()
 
 
 # Given back ------------------------------------------------------------------------------------------------------
@@ -436,19 +324,6 @@ def test_finished_caches_hold_one_row_until_dropped_and_can_be_reused() -> None:
     assert answers(gen, [tokens[3:4]], [8], caches=[cache]) == [tokens[4:]]
 
 
-def test_unread_finished_cache_is_dropped_when_blocks_run_out() -> None:
-    model, specs = model_of("llama"), [Spec(60, 2, seed=1), Spec(60, 2, seed=2)]
-    make_solos("llama", specs)
-    mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=kv_budget(model, 12, 8)))
-    gen = generator(model)
-    gen.insert([s.prompt for s in specs], [2, 2])
-    kept = [r for _, generated in iter(gen.next, ([], [])) for r in generated]
-    assert [r.token for r in kept] == [t for s in specs for t in solo("llama", s)[0]]
-    with pytest.raises(PromptCacheError, match="was dropped"):
-        _ = kept[1].prompt_cache
-    assert kept[3].prompt_cache[0].offset == 62
-
-
 HISTORY, PROMPT = prompt_of(40, seed=1).tolist(), prompt_of(30, seed=2).tolist()
 OTHER = [1, 2, 3]  # its first token differs from those of the others
 CONFIG = PagedConfig(block_size=16, kv_cache_memory=16 << 20)
@@ -458,15 +333,16 @@ def stock(model: Any, tokens: list[int], num_tokens: int) -> list[int]:
     return greedy(model, mx.array(tokens), num_tokens)[0]
 
 
-@pytest.mark.parametrize("preempts", [False, True])
-def test_caller_may_continue_a_cache_after_inserting_it(preempts: bool) -> None:
+@pytest.mark.parametrize(("preempts", "told"), [(False, [HISTORY]), (True, [HISTORY]), (True, None)])
+def test_caller_may_continue_a_cache_after_inserting_it(preempts: bool, told: list[list[int]] | None) -> None:
+    """The cache of unknown tokens cannot be recomputed: preemption keeps it and releases only what was added."""
     model = build("llama")
     expected = stock(model, HISTORY + PROMPT, 12)
     mlx_paged.apply_patches(CONFIG)
     caches = filled(model, HISTORY)
     gen = PagedBatchGenerator(model, prefixes=SharedPrefixes(PrefixCache(mlx_paged.pool_of(model))))
     gen.insert([OTHER], [30])
-    (uid,) = gen.insert([PROMPT], [12], caches=[caches], all_tokens=[HISTORY])
+    (uid,) = gen.insert([PROMPT], [12], caches=[caches], all_tokens=told)
     for _ in mlx_lm_generate.generate_step(mx.array([7, 8, 9]), model, max_tokens=3, prompt_cache=caches):
         pass
     tokens: list[int] = []
@@ -492,6 +368,9 @@ def test_states_of_unknown_tokens_are_not_shared(kind: str) -> None:
 
 
 BAD = {
+    "no tokens": {"prompts": [[1, 2], [3, 4], []]},
+    "no answer": {"max_tokens": [3, 3, 0]},
+    "too few lengths": {"max_tokens": [3]},
     "stop sequences": {"stop_sequences": [None, mlx_lm_generate.StopSequences(), mlx_lm_generate.StopSequences()]},
     "tokens": {"all_tokens": [None, [], []]},
     "too few options": {"options": [RequestOptions()]},
@@ -505,6 +384,8 @@ def test_failed_insertion_leaves_no_request(options: dict[str, Any]) -> None:
     expected = stock(model, [7, 8], 5)
     mlx_paged.apply_patches(CONFIG)
     gen = generator(model)
-    with pytest.raises((ConfigError, TypeError, AttributeError)):
-        gen.insert([[1, 2], [3, 4], [5, 6]], [3, 3, 3], **options)
+    given = {"prompts": [[1, 2], [3, 4], [5, 6]], "max_tokens": [3, 3, 3], **options}
+    with pytest.raises((ConfigError, ValueError, TypeError, AttributeError)):
+        gen.insert(given.pop("prompts"), given.pop("max_tokens"), **given)
+    assert gen.next() == ([], [])
     assert answers(gen, [[7, 8]], [5]) == [expected]

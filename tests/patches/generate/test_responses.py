@@ -17,6 +17,7 @@ from tests.support.cases import quick
 from tests.support.models.batch_runs import (
     Outcome,
     Spec,
+    assert_released,
     collect,
     generator,
     make_solos,
@@ -66,28 +67,19 @@ def test_replace_keeps_the_cache_and_log_probabilities() -> None:
     assert response.logprobs is zeros
 
 
-def test_setting_prompt_cache_to_none_releases_its_blocks() -> None:
+@pytest.mark.parametrize("dropped", [False, True])
+def test_setting_prompt_cache_to_none_releases_its_blocks(dropped: bool) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     model = model_of("llama")
-    gen = generator(model)
-    response = last_response(gen)
-    pool = mlx_paged.pool_of(model)
-    assert pool.stats().live_blocks > 0
-    response.prompt_cache = None
-    assert response.prompt_cache is None
-    pool.collect()
-    assert pool.stats().live_blocks == 0
-    pool.check_integrity()
-
-
-def test_prompt_cache_can_be_set_after_it_was_dropped() -> None:
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    response = last_response(generator(model_of("llama")))
-    assert response.drop_cache()
-    with pytest.raises(PromptCacheError):
-        _ = response.prompt_cache
+    response = last_response(generator(model))
+    assert mlx_paged.pool_of(model).stats().live_blocks > 0
+    if dropped:
+        assert response.drop_cache()
+        with pytest.raises(PromptCacheError, match="was dropped"):
+            _ = response.prompt_cache
     response.prompt_cache = None
     assert response.prompt_cache is None and not response.drop_cache()
+    assert_released(model)
 
 
 BLOCK = 8
@@ -138,7 +130,8 @@ def test_finish_frees_blocks_at_once_and_other_rows_continue() -> None:
     outcomes = {uid: Outcome() for uid in uids}
     while len(outcomes[uids[2]].tokens) < 7:
         collect(outcomes, *gen.next())
-    gen.finish([uids[2], uids[2], 12345])
+    (waiting,) = gen.insert([[1, 2, 3]], [5])
+    gen.finish([uids[2], uids[2], 12345, waiting])
     assert uids[2] not in gen._engine.requests and len(gen.progress()) == 3
     held = {block for row in gen._engine.requests.values() for ids in row.table.block_ids for block in ids if block}
     stats = pool.stats()
@@ -168,13 +161,6 @@ def test_sampling_failure_after_finish_is_not_reported() -> None:
     gen.finish([uid])
     assert gen.next() == ([], [])
     assert pool.stats().live_blocks == pool.stats().cached_blocks
-
-
-def test_waiting_request_can_be_finished() -> None:
-    gen, pool = sharing_generator("llama")
-    (uid,) = gen.insert([[1, 2, 3]], [5])
-    gen.finish([uid])
-    assert gen.next() == ([], []) and pool.stats().live_blocks == 0
 
 
 def test_finish_without_patches_removes_the_request() -> None:

@@ -154,22 +154,6 @@ def test_rows_without_a_seed_draw_from_the_global_state() -> None:
     assert runs[0][1] == runs[2][1] and runs[0][0] != runs[2][0] and runs[0][2] != runs[2][2]
 
 
-def test_custom_sampler_runs_beside_known_ones() -> None:
-    model, prompts = model_of("llama"), prompts_of(4)
-    options = seeded(4)
-    expected = answers(generator(model), prompts, **options)
-    shapes: list[tuple[int, ...]] = []
-
-    def own(logprobs: mx.array) -> mx.array:
-        shapes.append(logprobs.shape)
-        np.testing.assert_allclose(np.exp(np.array(logprobs)).sum(axis=-1), 1.0, rtol=1e-4)
-        return mx.full((logprobs.shape[0],), 7, mx.uint32)
-
-    found = answers(generator(model), prompts, **{**options, "samplers": [*options["samplers"][:3], own]})
-    assert found == [*expected[:3], [7] * NEW]
-    assert {shape[0] for shape in shapes} == {1}
-
-
 # What a step does -------------------------------------------------------------------------------------------------
 
 

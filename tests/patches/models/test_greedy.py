@@ -10,7 +10,7 @@ from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.engine.step_logits import normalised
 from tests.support.cases import crossed, quick, slow
-from tests.support.models.batch_runs import answers, generator
+from tests.support.models.batch_runs import generator
 from tests.support.models.builders import build, greedy, prompt_of
 
 NEW = 24
@@ -50,18 +50,3 @@ def test_a_row_alone_in_a_batch_gives_the_tokens_of_a_solo_run(dtype: mx.Dtype) 
         for response, theirs in zip(responses, mx.array(logprobs), strict=True):
             assert mx.array_equal(response.logprobs.astype(mx.float32), theirs)
         mlx_paged.remove_patches()
-
-
-@pytest.mark.parametrize("dtype", [*slow(mx.float32), mx.bfloat16])
-def test_greedy_rows_give_the_same_tokens_beside_sampled_ones(dtype: mx.Dtype) -> None:
-    model = build("llama", vocab_size=8000)
-    model.set_dtype(dtype)
-    prompts = [prompt_of(12, seed=seed).tolist() for seed in range(3)]
-    mlx_paged.apply_patches(PagedConfig())
-    alike = answers(generator(model), prompts, [NEW] * 3)
-
-    def other(logprobs: mx.array) -> mx.array:
-        return mx.argmax(logprobs, axis=-1)
-
-    for samplers in ([greedy_sampler, other, greedy_sampler], [other] * 3):
-        assert answers(generator(model), prompts, [NEW] * 3, samplers=samplers) == alike

@@ -18,11 +18,10 @@ from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import crossed, quick, slow
 from tests.support.models import llama4
 from tests.support.models.batch_runs import (
-    Outcome,
     generator,
     mlx_lm_generate,
     packing_generator,
-    run_all,
+    run_requests,
 )
 from tests.support.models.builders import greedy
 
@@ -34,12 +33,6 @@ model_of = functools.cache(llama4.build)
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, llama4.VOCAB, length).tolist()
-
-
-def run(gen: Any, prompts: list[list[int]], num_tokens: list[int]) -> list[Outcome]:
-    outcomes = {uid: Outcome() for uid in gen.insert(prompts, num_tokens)}
-    run_all(gen, outcomes)
-    return list(outcomes.values())
 
 
 @pytest.mark.parametrize(
@@ -65,7 +58,7 @@ def test_ragged_batches_decode_together_in_the_kernel(chunk: int, packs: bool, k
     prompts = [prompt_of(length, seed=length) for length in (5, chunk - 1, chunk, 53, 70)]
     gen = packing_generator(model, 40, prefill_step_size=32) if packs else generator(model, prefill_step_size=32)
     assert why_one_by_one(model, factory_of(model, None)._stock()) is None
-    for prompt, outcome in zip(prompts, run(gen, prompts, [30, 12, 25, 30, 8]), strict=True):
+    for prompt, outcome in zip(prompts, run_requests(gen, prompts, [30, 12, 25, 30, 8]), strict=True):
         llama4.check(model, prompt, outcome.tokens, np.stack(outcome.logprobs))
     paths = {(choice.path, choice.reason) for choice in mlx_paged.dispatch_counts()}
     assert ("kernel", "one new token per sequence") in paths
@@ -85,9 +78,6 @@ def test_decode_steps_are_compiled(kernels: Any) -> None:
     assert step.failure is None and step._functions
 
 
-# Blocks ---------------------------------------------------------------------------------------------------------------
-
-
 # Prefixes -------------------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +89,7 @@ def test_prefixes_are_found_in_whole_blocks_or_to_their_chunks_start(chunk: int,
     tree = PrefixCache(pool)
     gen = generator(model, prefill_step_size=512, prefixes=SharedPrefixes(tree))
     first = prompt_of(5)
-    (outcome,) = run(gen, [first], [3 * chunk])
+    (outcome,) = run_requests(gen, [first], [3 * chunk])
     llama4.check(model, first, outcome.tokens, np.stack(outcome.logprobs))
     first = [*first, *outcome.tokens]
     # The last chunk is held. A prefix that ends before it is found up to its chunk's start, where no keys are needed.
@@ -107,7 +97,7 @@ def test_prefixes_are_found_in_whole_blocks_or_to_their_chunks_start(chunk: int,
         prompt = [*first[:common], *prompt_of(9, seed=common)]
         prompt[common] = (first[common] + 1) % llama4.VOCAB
         hits = tree.hit_tokens
-        (outcome,) = run(gen, [prompt], [chunk // 2 + 3])  # into the next chunk
+        (outcome,) = run_requests(gen, [prompt], [chunk // 2 + 3])  # into the next chunk
         llama4.check(model, prompt, outcome.tokens, np.stack(outcome.logprobs))
         whole = found // BLOCK * BLOCK
         # If it ends in a chunk whose blocks have gone, it is found to the start, until a request computes them.

@@ -5,7 +5,7 @@ from importlib import metadata
 import pytest
 
 from scripts import model_matrix
-from scripts.model_matrix import Row, examine, line_of, lines_of_page
+from scripts.model_matrix import examine, line_of, lines_of_page
 from scripts.support import model_configs
 from tests.support.cases import quick
 
@@ -60,9 +60,3 @@ def test_models_md_lists_every_module() -> None:
     assert sorted(lines_of_page()) == model_configs.modules()
     assert set(SAMPLE) <= set(lines_of_page()) and len(SAMPLE) >= 25
     assert model_matrix.page_of(lines_of_page()) == model_matrix.PAGE.read_text()
-
-
-def test_row_with_missing_or_different_results_does_not_agree() -> None:
-    assert not Row("x", "paged", single=None, batched=0.0).agrees
-    assert not Row("x", "paged", single=0.0, batched=1e-4).agrees
-    assert not Row("x", "failed").agrees

@@ -1,6 +1,7 @@
 """Multi-token prediction heads: their equations against NumPy, and loading of checkpoints with the published names."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx import nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.utils import load_model
 
@@ -16,7 +17,6 @@ import mlx_paged
 from mlx_paged import ConfigError
 from mlx_paged.patches.models import mtp
 from tests.support.cases import quick
-from tests.support.models import prediction_heads
 from tests.support.models.prediction_heads import FAMILIES, head_of, model_of, published_head, write_checkpoint
 
 Array = np.ndarray[Any, Any]
@@ -148,39 +148,23 @@ def _published_quantised(head: Any) -> dict[str, mx.array]:
 # Refused ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
-    model, _ = write_checkpoint("mimo", tmp_path, has_head=False)
-    before = mlx_paged.by_model.kept_of(model)
-    with pytest.raises(
-        ConfigError, match=r"mtp: the checkpoint .* has no model\.mtp_layers\.0\.token_layernorm\.weight"
-    ):
-        mtp.find_head(tmp_path)
+UP = "model.mtp_layers.0.mlp.up_proj.weight"
+REFUSED: dict[str, tuple[Callable[[dict[str, mx.array]], Any], str]] = {
+    "no head": (lambda weights: weights.clear(), r"mtp: the checkpoint .* has no model\.mtp_layers\.0\.token_"),
+    "a missing weight": (lambda weights: weights.pop(UP), "the prediction head in .* do not fit it: .*up_proj"),
+    "a shape": (lambda weights: weights.update({UP: weights[UP][:-1]}), "do not fit it: .*up_proj"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_unusable_weights_of_a_head_are_refused(change: Any, message: str, tmp_path: Path) -> None:
+    model, head = write_checkpoint("mimo", tmp_path)
+    weights, before = published_head("mimo", head), mlx_paged.by_model.kept_of(model)
+    change(weights)
+    mx.save_safetensors(str(tmp_path / "model-00002-of-00002.safetensors"), weights)
+    with pytest.raises(ConfigError, match=message):
+        mtp.load_head(model, mtp.find_head(tmp_path))
     assert mlx_paged.by_model.kept_of(model) == before
-
-
-def test_models_of_other_types_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ConfigError, match="model type llama is not supported; supported: "):
         mtp.find_head(tmp_path)
-
-
-@pytest.mark.parametrize("change", ["a shape", "a missing weight"])
-def test_wrong_or_missing_weights_of_a_head_are_refused(change: str, tmp_path: Path) -> None:
-    model, head = write_checkpoint("mimo", tmp_path)
-    weights = published_head("mimo", head)
-    key = "model.mtp_layers.0.mlp.up_proj.weight"
-    if change == "a shape":
-        weights[key] = weights[key][:-1]
-    else:
-        del weights[key]
-    mx.save_safetensors(str(tmp_path / "model-00002-of-00002.safetensors"), weights)
-    with pytest.raises(ConfigError, match=r"the weights of the prediction head in .* do not fit it: .*up_proj"):
-        mtp.load_head(model, mtp.find_head(tmp_path))
-
-
-def test_head_does_not_contain_its_models_weights() -> None:
-    head = head_of("mimo", model_of("mimo"))
-    names = {key.partition(".")[0] for key, _ in tree_flatten(head.parameters())}
-    assert names == {*mtp.PARTS, "layer"}
-    assert tree_map(lambda x: x.shape, head.projection.parameters()) == {"weight": (64, 128)}
-    assert prediction_heads.mtp.logits_of(head.model, mx.zeros((1, 1, 64))).shape[-1] == head.args.vocab_size

@@ -27,8 +27,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags)
     yield process
     process.wait_until(lambda: process.is_idle)
-    assert process.stop() == 0, process.log
-    assert "Traceback" not in process.log, process.log
+    process.check_end()
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from mlx_paged.server.request import ChatInput, PromptLimits, ServerRequest
 from mlx_paged.server.requests.chat import ChatBody, chat_request
 from mlx_paged.server.requests.responses import KeptResponses, ResponseBody
 from mlx_paged.server.texts import LoadedTexts
-from scripts.clients.session_share import shares
 from tests.support.processes.server_process import Answer, ServerProcess
 from tests.support.server.samples import HI, SCHEMA, WHITE
 
@@ -411,13 +410,6 @@ def test_reasoning_effort_is_a_budget_unless_the_template_reads_it(
 
 
 # Prefixes that stay the same ----------------------------------------------------------------------------------------
-
-
-def test_each_turn_of_a_session_hits_earlier_turns(server: ServerProcess) -> None:
-    found = list(shares(server.url))
-    assert len(found) == 12
-    for tokens, before, cached in found[1:]:  # all but the time at the end of the last message, and a block
-        assert before - 60 - 32 < cached <= before < tokens
 
 
 def test_changing_lines_of_a_system_message_are_moved_or_dropped() -> None:

@@ -146,17 +146,6 @@ def test_assistant_message_at_the_end_is_continued(
     assert refused.status == 400 and refused.json["error"]["param"] == "continue_final_message"
 
 
-def test_joined_deltas_equal_the_message(client: openai.OpenAI) -> None:
-    """Uses the official client, which joins the deltas."""
-    with client.chat.completions.stream(model="default_model", messages=HI, n=2, max_tokens=3, seed=1) as stream:
-        for _ in stream:
-            pass
-        choices = stream.current_completion_snapshot.choices
-    whole = client.chat.completions.create(model="default_model", messages=HI, n=2, max_tokens=3, seed=1).choices
-    assert [choice.message.role for choice in choices] == ["assistant"] * 2
-    assert [choice.message.content for choice in choices] == [choice.message.content for choice in whole]
-
-
 def test_empty_assistant_message_at_the_end_is_ignored(server: ServerProcess) -> None:
     def tokens(*more: dict[str, Any]) -> int:
         answer = server.post("/v1/messages/count_tokens", {"messages": [*HI, *more]})
@@ -178,18 +167,6 @@ def test_developer_messages_are_system_messages(path: str, server: ServerProcess
     bodies = [{name: [{"role": role, "content": "Rhyme."}, *HI], "max_tokens": 2} for role in ("developer", "system")]
     first, second = (ask(server, path, body) for body in bodies)
     assert first.text == second.text
-
-
-def test_errors_have_the_form_of_each_api(server: ServerProcess) -> None:
-    ours = server.post("/v1/chat/completions", {"messages": HI, "model": "nobody"})
-    error = ours.json["error"]
-    assert ours.status == 404 and error["code"] == "model_not_found" and error["type"] == "not_found_error"
-    assert "--served-model-name" in error["message"] and ours.headers["x-request-id"]
-    theirs = server.post("/v1/messages", {"messages": HI, "model": "nobody", "max_tokens": 1})
-    assert theirs.json["type"] == "error" and theirs.json["error"]["type"] == "not_found_error"
-    for path, words in (("/nothing", "no such endpoint: /nothing"), ("/health", "method not allowed")):
-        answer = server.post(path, {})
-        assert answer.status in (404, 405) and words in answer.json["error"]["message"]
 
 
 def test_unknown_parameters_are_named_in_a_header(server: ServerProcess) -> None:

@@ -36,17 +36,3 @@ def test_trim_heap_returns_memory_between_used_pieces() -> None:
     assert resident() < before - PIECES * SIZE // 2
     for piece in pieces[::10]:
         libc.free(piece)
-
-
-def test_trim_heap_does_nothing_with_other_c_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Library:
-        def __init__(self, name: object) -> None:
-            pass
-
-    monkeypatch.setattr(heap.ctypes, "CDLL", Library)
-    heap._trim.cache_clear()
-    try:
-        assert heap._trim() is None
-        heap.trim_heap()
-    finally:
-        heap._trim.cache_clear()

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
+from tests.support.server.answers import PATHS, body_of
 
 NO_THINKING = '{"enable_thinking": false}'
 NO_END = {"2": -1e4}
@@ -26,22 +27,12 @@ def server(demo_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     process = ServerProcess(folder, tmp_path_factory.mktemp("server"), *flags, "--prefill-step-size", str(CHUNK))
     yield process
     process.wait_until(lambda: process.is_idle)
-    assert process.stop() == 0, process.log
-    assert "Traceback" not in process.log, process.log
+    process.check_end()
 
 
 def words(name: str, number: int) -> str:
     """Return a prompt of somewhat more than ``number`` tokens that begins with the name."""
     return f"{name} the long land was cold. " * (number // 7)
-
-
-def long_bodies(number: int) -> dict[str, Any]:
-    return {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": words("A", number)}]},
-        "/v1/completions": {"prompt": words("B", number)},
-        "/v1/responses": {"input": words("C", number)},
-        "/v1/messages": {"max_tokens": 3, "messages": [{"role": "user", "content": words("D", number)}]},
-    }
 
 
 def read_stream(server: ServerProcess, path: str, body: Any) -> list[str]:
@@ -61,7 +52,7 @@ def read_stream(server: ServerProcess, path: str, body: Any) -> list[str]:
 def test_streams_send_keepalives_during_long_prompts(server: ServerProcess) -> None:
     """Four requests at once: three wait while another one's prompt is computed."""
     with ThreadPoolExecutor(4) as pool:
-        streams = list(pool.map(lambda item: read_stream(server, *item), long_bodies(5 * CHUNK).items()))
+        streams = list(pool.map(lambda path: read_stream(server, path, body_of(path, words(path, 5 * CHUNK))), PATHS))
     num_beats = 0
     for lines in streams:
         assert lines[0] == "HTTP/1.1 200 OK"

@@ -6,9 +6,7 @@ import asyncio
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import MagicMock
@@ -18,7 +16,6 @@ from pydantic import AfterValidator
 
 from mlx_paged.server import app
 from mlx_paged.server.call_formats import TextMarks
-from mlx_paged.server.engine_loop import TRIM_SECONDS
 from mlx_paged.server.engine_thread import EngineThread
 from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import Prompt, ServerRequest
@@ -26,7 +23,6 @@ from mlx_paged.server.requests.endpoints import Endpoint
 from mlx_paged.server.requests.fields import ModelParameters, SamplingParameters
 from mlx_paged.server.requests.pieces import Head
 from mlx_paged.server.work import Begun, Generated, Work
-from scripts.soak.soak_server import growth, resident_bytes
 from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
 
@@ -145,45 +141,6 @@ def test_server_ends_at_sigterm_beside_such_bodies(demo_model_folder: Path, tmp_
     for name in ("tools", "parts", "faulty messages", "unknown names", "echoed tokens", "calls"):
         path, body, *_ = BODIES[name]
         server.send_and_leave_open(path, body)
-    assert server.stop() == 0, server.log[-3000:]
-
-
-def hostile(number: int) -> tuple[str, dict[str, Any]]:
-    path, body, *_ = list(BODIES.values())[number % len(BODIES)]
-    # Stored ones would first have to fill 64 MiB.
-    return path, {**body, "store": False} if path == RESPONSES else body
-
-
-def usual(number: int) -> tuple[str, dict[str, Any]]:
-    text = f"Question {number}: {'why ' * (number % 40)}"
-    chat = [{"role": "user", "content": text}]
-    return (
-        (CHAT, {"messages": chat, "stream": number % 2 == 0, "stop": ["x", "y"]}),
-        (MESSAGES, {"messages": chat, "max_tokens": 2, "stream": number % 3 == 0}),
-        (RESPONSES, {"input": text, "tools": named(3), "store": number % 2 == 0}),
-        (COMPLETIONS, {"prompt": text, "n": 2, "echo": number % 4 == 0, "logprobs": 3, "stop": ["x"]}),
-        ("/tokenize", {"messages": chat}),
-        (CHAT, {"messages": [*chat, {"role": "assistant", "tool_calls": calls(2)}, *chat], "temperature": "hot"}),
-    )[number % 6]
-
-
-@pytest.mark.slow
-@pytest.mark.demo_model
-def test_memory_is_flat_over_3000_mixed_requests(demo_model_folder: Path, tmp_path: Path) -> None:
-    """Three clients send usual requests, one sends hostile ones: several at a time leave glibc's heaps of threads in
-    pieces, which they would take some thousand more requests to fill."""
-    flags = ("--max-tokens", "2", "--kv-cache-memory", "8MB")
-    server = ServerProcess(model_of(tmp_path / "tools", demo_model_folder), tmp_path, *flags)
-    resident = []
-    for first in range(0, 3000, 1000):
-        with ThreadPoolExecutor(1) as alone, ThreadPoolExecutor(3) as pool:
-            sent = alone.map(lambda number: server.post(*hostile(number), timeout=120), range(2 * len(BODIES)))
-            asked = pool.map(lambda number: server.post(*usual(number), timeout=120), range(first, first + 1000))
-            assert {answer.status for answer in (*sent, *asked)} <= {200, 400, 404, 413}
-        server.wait_until(lambda: server.is_idle)
-        time.sleep(2 * TRIM_SECONDS)
-        resident.append(resident_bytes(server))
-    assert growth(resident[1:]) <= 0.02, resident
     assert server.stop() == 0, server.log[-3000:]
 
 

@@ -1,31 +1,25 @@
-"""The page /cache, also in a browser with the size of a phone."""
+"""The page /cache: its text, its policy, and its functions on a document of few elements."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import pytest
 
 from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.prefix.prefix_cache import PrefixCache
 from mlx_paged.server.report import CACHE_PAGE_HEADERS, block_map, cache_page
-from tests.support.processes.browser import CHROMIUM, Browser
 from tests.support.processes.page_document import NEEDS_NODE, page_of
 from tests.support.processes.server_process import ServerProcess
 
 FAMILY, FLAGS = "gemma3", ("--prefill-step-size", "512")
 
 LONG = {"messages": [{"role": "user", "content": "What is on this page? " * 10}], "max_tokens": 100000, "stream": True}
-PHONE, DESKTOP = (390, 844), (1280, 900)
 STATES = ("free", "live", "shared", "cached")
 
 
@@ -121,79 +115,3 @@ def test_block_map_gives_every_block_one_state() -> None:
     pool.release_table(first)
     pool.release_table(fork)
     assert blocks_by_state(pool) == {"c": 2, "l": 4, "f": pool.stats().free_blocks}
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium")
-    found = Browser(tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
-    assert found.problems == []
-
-
-def axe_core() -> str | None:
-    """Return the text of axe-core from the file that AXE_CORE names."""
-    path = os.environ.get("AXE_CORE")
-    return None if path is None else Path(path).read_text()
-
-
-def check_access(browser: Browser) -> None:
-    axe = axe_core()
-    if axe is None:
-        return
-    browser.evaluate(axe + "; null")
-    for dark in (False, True):
-        browser.scheme(dark)
-        found = browser.evaluate(
-            "axe.run().then(r => JSON.stringify(r.violations.map(v => [v.id, v.nodes.map(n => n.html)])))"
-        )
-        assert json.loads(found) == []
-    browser.scheme(False)
-
-
-@pytest.mark.demo_model
-@pytest.mark.browser
-@pytest.mark.parametrize("size", [PHONE, DESKTOP])
-def test_page_updates_during_prefill_and_decode(server: ServerProcess, browser: Browser, size: tuple[int, int]) -> None:
-    server.chat(LONG["messages"], max_tokens=3)
-    browser.show(f"{server.url}/cache", *size)
-    browser.wait_until("document.body?.dataset.ready")
-    assert "tiny" in browser.evaluate("document.title")
-    assert re.search(
-        r"[\d,]+ of [\d,]+ prompt tokens came from the cache", browser.evaluate("$('headline').textContent")
-    )
-    prompt = " ".join(f"{size[0]}-{n}" for n in range(1000))
-    clients = [server.send_and_leave_open("/v1/completions", {"prompt": prompt, "max_tokens": 100000})]
-    browser.wait_until("[...$('requests').children].some(e => /: prefill/.test(e.textContent))")
-    widths = "[...document.querySelectorAll('#requests .bar > .live')].map(e => e.style.width).join()"
-    first = browser.evaluate(widths)
-    browser.wait_until(f"{widths} !== {first!r}")  # while the prompt is computed
-    check_access(browser)
-    clients.append(server.send_and_leave_open("/v1/chat/completions", LONG))
-    browser.wait_until("[...$('requests').children].filter(e => /: decode/.test(e.textContent)).length === 2", 120)
-    browser.wait_until("document.querySelector('#requests .generated').style.width > '0%'")
-    assert browser.evaluate("document.querySelectorAll('canvas').length") == 2  # one for each group of layers
-    assert not browser.evaluate("document.documentElement.scrollWidth > innerWidth")
-    for name in (*STATES, "never"):
-        text = browser.evaluate(f"document.getElementById('count-{name}').textContent")
-        assert re.match(rf"({name} [\d,]+|never used) \([\d.]+ (MB|GB)\)", text), text
-    assert "gather" in browser.evaluate("$('figures').textContent")
-
-    browser.point_at("#requests li:last-child button")
-    browser.wait_until("/^Request \\d+ holds \\d+ of/.test(document.querySelector('#groups .note').textContent)")
-    browser.point_at("h1")
-    browser.wait_until("/blocks of \\d+ tokens/.test(document.querySelector('#groups .note').textContent)")
-    browser.evaluate("document.querySelector('#requests button').focus(); null")
-    browser.wait_until("/^Request \\d+ holds/.test(document.querySelector('#groups .note').textContent)")
-    browser.evaluate("document.querySelector('canvas').focus(); null")
-    browser.press("Home", 36)
-    said = browser.wait_until("document.querySelector('canvas').getAttribute('aria-valuetext')")
-    assert re.match(r"Block 1: (live|cached|shared), held by (request \d+|the prefix cache)", said), said
-    browser.press("ArrowRight", 39)
-    browser.wait_until("document.querySelector('canvas').getAttribute('aria-valuenow') > 1")
-    check_access(browser)
-    for client in clients:
-        client.close()
-    browser.wait_until("document.getElementById('none').textContent === 'none'", 60)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.cli.server import parse as parse_arguments
 from mlx_paged.errors import ConfigError
-from mlx_paged.server import service
 from mlx_paged.server.options import ServerConfig
 from mlx_paged.server.report import ServerStats
 
@@ -49,26 +46,6 @@ def test_rates_cover_the_last_ten_seconds() -> None:
     stats.count(first_tokens=1, first_token_seconds=0.5)
     stats.count(first_tokens=1, first_token_seconds=1.5)
     assert (stats.as_dict()["first_tokens"], stats.as_dict()["first_token_seconds"]) == (2, 2.0)
-
-
-def test_log_has_a_line_while_the_engine_works(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(service, "LOG_SECONDS", 0.05)
-    caplog.set_level("INFO")
-    server: Any = SimpleNamespace(stats=ServerStats())
-    server.engine = SimpleNamespace(sequences=lambda: [{"waiting": False}, {"waiting": True}, {"waiting": True}])
-
-    async def work() -> None:
-        task = asyncio.ensure_future(service.Service._log_progress(server))
-        await asyncio.sleep(0.12)  # nothing is computed
-        assert not caplog.messages
-        server.stats.count(generated_tokens=2, prompt_tokens=8, cached_tokens=6)
-        await asyncio.sleep(0.12)
-        task.cancel()
-
-    asyncio.run(work())
-    assert caplog.messages == ["1 running, 2 waiting, 40.0 tokens/s, 75 % of prompt tokens cached"]
 
 
 def test_dashboard_uses_only_existing_metrics() -> None:

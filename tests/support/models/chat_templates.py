@@ -1,4 +1,4 @@
-"""Chat templates of ten model families: files beside the tests, and two from a wheel."""
+"""Chat templates of eight model families: files beside the tests, and two from a wheel."""
 
 import functools
 import hashlib

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -11,7 +12,7 @@ from mlx_paged.engine.request import Request
 from mlx_paged.engine.runner import NoBlocksError
 from mlx_paged.engine.scheduler import Chunk
 from tests.support.models.batch_runs import TOLERANCE, Outcome, packing_generator
-from tests.support.models.builders import prompt_of
+from tests.support.models.builders import greedy, prompt_of
 
 # Shorter and longer than windows and chunks, ending at their ends and in the middle.
 LENGTHS = (2, 70, 33, 1, 17, 12, 129, 40, 16, 51)
@@ -43,6 +44,11 @@ def packing(model: Any, most: int = 64, **options: Any) -> Any:
     """Make a generator whose packs have up to 16 tokens of each prompt and ``most`` in all."""
     sizes = {"prefill_step_size": 16, "completion_batch_size": 16, "prefill_batch_size": 16}
     return packing_generator(model, most, **{**sizes, **options})
+
+
+def expected_of(model: Any, prompts: Sequence[list[int]], num_tokens: int = 8) -> list[tuple[list[int], np.ndarray]]:
+    """Return stock mlx-lm's tokens and log-probabilities of each prompt alone."""
+    return [greedy(model, mx.array(prompt, mx.uint32), num_tokens) for prompt in prompts]
 
 
 def insert(gen: Any, prompts: Sequence[list[int]], num_tokens: int) -> dict[int, Outcome]:

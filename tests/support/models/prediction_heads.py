@@ -84,7 +84,7 @@ def published(name: str, args: Any, weights: dict[str, mx.array]) -> dict[str, m
     return found
 
 
-def write_checkpoint(name: str, folder: Path, *, has_head: bool = True) -> tuple[Any, Any]:
+def write_checkpoint(name: str, folder: Path) -> tuple[Any, Any]:
     """Write a model and its head, in two files, by the published names. Return both as they should be loaded."""
     config = model_configs.config_of(name)
     if name == "deepseek_v3":
@@ -98,8 +98,7 @@ def write_checkpoint(name: str, folder: Path, *, has_head: bool = True) -> tuple
         str(folder / "model-00001-of-00002.safetensors"),
         published(name, args, dict(tree_flatten(model.parameters()))),
     )
-    if has_head:
-        mx.save_safetensors(str(folder / "model-00002-of-00002.safetensors"), published_head(name, head))
+    mx.save_safetensors(str(folder / "model-00002-of-00002.safetensors"), published_head(name, head))
     return model, head
 
 

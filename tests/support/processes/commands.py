@@ -23,9 +23,6 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 FORKS = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
 
 
-_subprocess_run = subprocess.run
-
-
 class Process(Protocol):
     """The part of :class:`subprocess.Popen` that tests use."""
 
@@ -88,16 +85,6 @@ def _interpreter() -> socket.socket:
     return ours
 
 
-def ask(interpreter: socket.socket) -> None:
-    """Use this interpreter from now on."""
-    global _interpreter
-
-    def given() -> socket.socket:
-        return interpreter
-
-    _interpreter = given
-
-
 def start(
     program: str | Path,
     *args: object,
@@ -158,10 +145,3 @@ def run(
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess([str(program), *map(str, args)], code, out.read(), err.read())
-
-
-def run_script(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Replace ``subprocess.run`` for scripts that run themselves again."""
-    if command[0] == sys.executable and command[1].endswith(".py") and options.get("text"):
-        return run(Path(command[1]), *command[2:], **options.get("env") or {})
-    return _subprocess_run(command, **options)

@@ -11,11 +11,8 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 from typing import Any
-
-from tests.support.processes import commands
 
 # The modules that take most of a command's start. None that is run as a module, and none that starts MLX's threads.
 PRELOADED = (
@@ -74,19 +71,6 @@ def _ended() -> tuple[int, int]:
         return 0, 0
 
 
-def with_warm_processes(task: dict[str, Any]) -> dict[str, Any] | None:
-    """Start another warm interpreter for the processes that the task starts, such as a script's measurements. Return
-    the task here, and in each fork of that interpreter the fork's own task."""
-    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
-        ours.close()
-        return next_task(theirs)
-    theirs.close()
-    commands.ask(ours)
-    subprocess.run = commands.run_script
-    return task
-
-
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests handle interrupts
     requests = socket.socket(fileno=int(sys.argv[1]))
@@ -94,8 +78,6 @@ def main() -> None:
         importlib.import_module(name)
     gc.freeze()  # for good: a collection would touch all imported objects and so copy their memory
     task = next_task(requests)
-    if task is not None and (task["args"][:1] == ["server"] or task["program"].endswith(".py")):
-        task = with_warm_processes(task)
     if task is None:
         return
     os.environ.clear()

@@ -6,16 +6,14 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import commands
 from tests.support.processes.server_process import START_SECONDS, ServerProcess
 from tests.support.ranks.launch import Launch
 
-SCRIPT = commands.ROOT / "tests" / "support" / "ranks" / "faulty_ranks_server.py"
 MOST_SECONDS = 60.0
 
 
 class RankedServer(ServerProcess):
-    """The server on ranks as ``mlx.launch`` starts them, with the fault of :mod:`faulty_ranks_server`.
+    """The server on ranks as ``mlx.launch`` starts them.
 
     Args:
         size: number of ranks.
@@ -27,7 +25,7 @@ class RankedServer(ServerProcess):
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         arguments = ["--model", model, "--port", self.port, "--rank-timeout", timeout, *flags]
-        self.launch = Launch(size, SCRIPT, arguments, folder)
+        self.launch = Launch(size, "mlx_paged.server", arguments, folder)
         self.process = self.launch.processes[0]
         self.log_file = folder / "0.err"
         try:

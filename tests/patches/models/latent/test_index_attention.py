@@ -1,7 +1,6 @@
 """Attention to the tokens that an indexer chooses, over pages of latents and index keys, against stock's runs."""
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.batch_runs import assert_released, generator, run_all
 from tests.support.models.builders import build_latent, greedy, rms, small_prompt
-from tests.support.models.packs import assert_alike, insert, packing, prompts_for
+from tests.support.models.packs import assert_alike, expected_of, insert, packing, prompts_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ["deepseek_v32", "glm_moe_dsa"]
@@ -38,10 +37,6 @@ KERNEL = ("kernel", "one new token per sequence")
 
 def tokens_of(length: int, seed: int = 3) -> list[int]:
     return small_prompt(length, seed).tolist()
-
-
-def expected_of(model: Any, prompts: Sequence[list[int]], num_tokens: int) -> list[tuple[list[int], np.ndarray]]:
-    return [greedy(model, mx.array(prompt, mx.uint32), num_tokens) for prompt in prompts]
 
 
 @functools.cache
@@ -135,16 +130,6 @@ def test_stock_cache_with_index_keys_of_another_size_is_refused() -> None:
 
 
 # Not supported --------------------------------------------------------------------------------------------------------
-
-
-def test_index_keys_are_not_quantised_and_a_reason_is_given() -> None:
-    model, prompt = model_configs.build("deepseek_v32"), mx.array(tokens_of(40), mx.uint32)
-    expected = greedy(model, prompt, 8)
-    mlx_paged.apply_patches(page_config(kv_bits=8, kv_group_size=32))
-    assert greedy(model, prompt, 8)[0] == expected[0]
-    groups = mlx_paged.pool_of(model).groups
-    assert not any(group.is_quantized for group in groups)
-    assert all("computes with the cached latents directly" in str(group.dense_reason) for group in groups)
 
 
 @pytest.mark.parametrize("length", [3, 20])

@@ -10,7 +10,6 @@ from mlx_paged import PagedConfig, dispatch_counts, reset_dispatch_counts
 from mlx_paged.engine.compiled_step import compiled_steps
 from scripts.support import model_configs
 from tests.support.cases import quick
-from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.builders import build_latent as build
 from tests.support.models.builders import greedy, prompt_of, rms
 
@@ -52,14 +51,3 @@ def test_decode_uses_the_compiled_step_and_gives_stock_tokens(name: str) -> None
     step = compiled_steps.get(mlx_paged.pool_of(model))
     assert step.failure is None and step._functions
     assert got == expected
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", quick(COMPILED, "deepseek_v3"))
-def test_decode_steps_can_be_traced(name: str) -> None:
-    model = build(name)
-    with traceable_kernels():
-        mlx_paged.apply_patches(PagedConfig(block_size=16))
-        greedy(model, prompt_of(9, 3) % model_configs.VOCAB, 12)
-        step = compiled_steps.get(mlx_paged.pool_of(model))
-        assert step.failure is None and step._functions

@@ -23,9 +23,9 @@ from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.models.batch_runs import assert_released, generator, run_all, run_requests
 from tests.support.models.builders import build_latent as build
-from tests.support.models.builders import greedy, rms, small_prompt
+from tests.support.models.builders import rms, small_prompt
 from tests.support.models.oracle import oracles
-from tests.support.models.packs import insert, note_packs, packing, prompts_for
+from tests.support.models.packs import expected_of, insert, note_packs, packing, prompts_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ["deepseek_v3", "glm4_moe_lite", "kimi_k25", "kimi_vl", "mistral4"]
@@ -55,10 +55,6 @@ def storage(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def config(storage: str, **options: Any) -> PagedConfig:
     return PagedConfig(block_size=16, kernel="off" if storage == "functional" else "on", **options)
-
-
-def expected_of(model: Any, prompts: list[list[int]], num_tokens: int = 8) -> list[tuple[list[int], np.ndarray]]:
-    return [greedy(model, mx.array(prompt, mx.uint32), num_tokens) for prompt in prompts]
 
 
 def assert_alike(outcomes: Any, expected: list[tuple[list[int], np.ndarray]], limit: float = TOLERANCE) -> None:
