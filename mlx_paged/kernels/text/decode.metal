@@ -1,6 +1,10 @@
 // Attention of one row (one query position of one sequence) over one partition, for the G query heads of one KV head. A
 // row sees the tokens starts[row] <= t < ends[row]; nothing else is read.
 //
+//   paged_decode      (PAGED)      pages not quantised
+//   quantized_decode  (QUANTIZED)  quantised pages
+//   latent_decode     (LATENT)     latents, of which a token has one for all query heads
+//
 // Grid: x = KV head, y = row, z = partition; SG simdgroups. HS of them split the heads, SG / HS stripes split the
 // tokens. Inside a simdgroup LPT lanes hold one token, so 32 / LPT tokens are processed at a time; U such steps make a
 // chunk.
@@ -9,6 +13,12 @@
 // reduced by halving: in each step a lane keeps half of its scores and sends the other half to another lane. At the end
 // each lane holds R complete scores, so a score's softmax is computed once instead of LPT times. Lane bit 0 stands for
 // the top bit of a score's index u * HP + h, lane bit 1 for the next, and so on.
+#if QUANTIZED
+#include "groups.metal"
+#endif
+#include "partitions.metal"
+
+#pragma kernel
 constexpr int NK = (D + LPT * VEC - 1) / (LPT * VEC);    // packets of a key per lane
 constexpr int NV = (DV + LPT * VEC - 1) / (LPT * VEC);   // packets of a value per lane
 constexpr int TPS = 32 / LPT;                            // tokens per step

@@ -1,3 +1,42 @@
+// Metal only: attention as in decode.metal, with 8 x 8 matrices, over pages not quantised (PAGED) or quantised. The G
+// query heads of a KV head are the rows of RT matrices, so a key or value is read, and dequantised, once for all of them.
+// Grid, results and partial results are the same; SG simdgroups split the tokens of a partition, KEYS at a time. Rows G
+// and after are zeros.
+#include "partitions.metal"
+// Join a simdgroup's maximum and sum of weights of a row into those of the simdgroups before it. The outputs
+// before are to be multiplied by `kept`, its own by `added`.
+struct JoinWeights {
+  float kept, added;
+};
+
+inline JoinWeights join(thread float& top, thread float& total, float m, float l) {
+  const float larger = metal::max(top, m);
+  const JoinWeights by = {metal::fast::exp2(top - larger), metal::fast::exp2(m - larger)};
+  total = metal::fma(l, by.added, total * by.kept);
+  top = larger;
+  return by;
+}
+#if QUANTIZED
+#include "groups.metal"
+// Dequantise the eight codes from 8 * at on of a row into threadgroup memory, with the same bits as quantized_gather.
+template <typename T, int BITS, int DIM, int GS, int BS>
+inline void stage_codes(const device uint* pool, int64_t page, int slot, int at, threadgroup T* target) {
+  constexpr int CODES = DIM * BITS / 32;  // words of a row
+  constexpr int GROUPS = DIM / GS;
+  const device uint* codes = pool + page * (BS * (CODES + 2 * GROUPS * static_cast<int>(sizeof(T)) / 4));
+  const device T* factors = reinterpret_cast<const device T*>(codes + BS * CODES) + slot * 2 * GROUPS;
+  const T scale = factors[at * 8 / GS];
+  const T bias = factors[GROUPS + at * 8 / GS];
+  uint words[BITS / 4];
+  load_words<BITS / 4>(codes + slot * CODES + at * (BITS / 4), words);
+  UNROLL
+  for (int j = 0; j < 8; j++) {
+    target[j] = dequantized(scale, words[j * BITS / 32] >> (j * BITS % 32) & ((1u << BITS) - 1u), bias);
+  }
+}
+#endif
+
+#pragma kernel
 #if PAGED
 threadgroup T edges[64 * SG];
 #elif QUANTIZED
@@ -9,9 +48,6 @@ threadgroup T* const own_staged = staged + simdgroup_index_in_threadgroup * (KEY
 const int query_row = static_cast<int>(threadgroup_position_in_grid.y);
 const int partition = static_cast<int>(threadgroup_position_in_grid.z);
 const int n_partitions = static_cast<int>(threadgroups_per_grid.z);
-// Metal only: attention as in decode.metal, with 8 x 8 matrices. The G query heads of a KV head are the
-// rows of RT matrices, so a key or value is read, and dequantised, once for all of them. Grid, results and partial
-// results are the same; SG simdgroups split the tokens of a partition, KEYS at a time. Rows G and after are zeros.
 typedef simdgroup_matrix<T, 8, 8> Matrix;
 typedef simdgroup_matrix<float, 8, 8> Sums;
 constexpr int RT = (G + 7) / 8;
