@@ -9,38 +9,21 @@ each launch, gets no more than the compiler needs.
 from __future__ import annotations
 
 import re
-from enum import Enum, auto
 from functools import lru_cache
 from importlib import resources
 from typing import NamedTuple
-
-
-class Family(Enum):
-    """Kernels grouped by the form of their launch."""
-
-    DECODE = auto()
-    FUSED_DECODE = auto()  # merges its partial results itself
-    PREFILL = auto()
-    MERGE = auto()
-    WRITE = auto()
-    GATHER = auto()
-    COPY = auto()
-    PRODUCT = auto()
-    DRAW = auto()
 
 
 class Body(NamedTuple):
     """A kernel.
 
     Attributes:
-        family: how it is launched.
         file: its text, in kernels/text/ (.metal, for both GPUs unless it uses Metal's matrices) or cuda/text/ (.cuh).
         inputs, outputs: names, in order; their types are those of cuda/launch.py.
         variants: names that are true in the ``#if`` of the file and of the prelude.
         strided: inputs may be strided.
     """
 
-    family: Family
     file: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -78,31 +61,31 @@ _PROMPT = ("q", *_POOL, "tables", "tiles", "params", "sinks")
 
 
 def _decode(file: str, variant: str) -> Body:
-    return Body(Family.DECODE, file, _DECODE, ("out", "stats", "fence_out"), (variant,))
+    return Body(file, _DECODE, ("out", "stats", "fence_out"), (variant,))
 
 
 def _own(variant: str) -> Body:
     outputs = ("out", "partial", "fence_out")
-    return Body(Family.FUSED_DECODE, "tensor_decode.cuh", (*_DECODE, "arrivals"), outputs, ("OWN", variant))
+    return Body("tensor_decode.cuh", (*_DECODE, "arrivals"), outputs, ("OWN", variant))
 
 
 def _common(variant: str) -> Body:
     outputs = ("partial", "stats", "fence_out")
-    return Body(Family.DECODE, "tensor_decode.cuh", (*_DECODE, "items"), outputs, ("COMMON", variant))
+    return Body("tensor_decode.cuh", (*_DECODE, "items"), outputs, ("COMMON", variant))
 
 
 def _prefill(variant: str) -> Body:
-    return Body(Family.PREFILL, "tensor_prefill.cuh", _PROMPT, ("out", "fence_out"), (variant,))
+    return Body("tensor_prefill.cuh", _PROMPT, ("out", "fence_out"), (variant,))
 
 
 def _write(variant: str) -> Body:
     inputs = (*_POOL, "k", "v", "slots")
-    return Body(Family.WRITE, "write.metal", inputs, ("fence_out",), (variant,), strided=variant != "ROWS")
+    return Body("write.metal", inputs, ("fence_out",), (variant,), strided=variant != "ROWS")
 
 
 def _gather(variant: str) -> Body:
     inputs = (*_POOL, "blocks", "span")
-    return Body(Family.GATHER, "gather.metal", inputs, ("k_out", "v_out", "fence_out"), (variant,))
+    return Body("gather.metal", inputs, ("k_out", "v_out", "fence_out"), (variant,))
 
 
 def _products(kind: str) -> dict[str, Body]:
@@ -112,7 +95,7 @@ def _products(kind: str) -> dict[str, Body]:
     one, two, three = (tuple(name + n for n in ("", "1", "2")[:count] for name in names) for count in (1, 2, 3))
 
     def body(inputs: tuple[str, ...], *variants: str, outputs: tuple[str, ...] = ("out",)) -> Body:
-        return Body(Family.PRODUCT, "products.cuh", ("x", *inputs), outputs, (*variants, *form))
+        return Body("products.cuh", ("x", *inputs), outputs, (*variants, *form))
 
     return {
         f"narrow_{kind}": body(one, "PLAIN"),
@@ -128,12 +111,12 @@ BODIES: dict[str, Body] = {
     "latent_decode": _decode("decode.metal", "LATENT"),
     "matrix_decode": _decode("matrix_decode.metal", "PAGED"),
     "quantized_matrix_decode": _decode("matrix_decode.metal", "QUANTIZED"),
-    "merge_partitions": Body(Family.MERGE, "merge_partitions.metal", _PARTIAL, ("out",)),
+    "merge_partitions": Body("merge_partitions.metal", _PARTIAL, ("out",)),
     "paged_decode_tensor": _own("PAGED"),
     "quantized_decode_tensor": _own("QUANTIZED"),
     "shared_decode_tensor": _common("PAGED"),
     "shared_quantized_decode_tensor": _common("QUANTIZED"),
-    "join_partitions": Body(Family.MERGE, "tensor_decode.cuh", _PARTIAL, ("out",), ("JOIN",)),
+    "join_partitions": Body("tensor_decode.cuh", _PARTIAL, ("out",), ("JOIN",)),
     "latent_decode_tensor": _decode("latent_decode.cuh", "LATENT"),
     "paged_prefill_tensor": _prefill("PAGED"),
     "quantized_prefill_tensor": _prefill("QUANTIZED"),
@@ -143,10 +126,10 @@ BODIES: dict[str, Body] = {
     "gather_blocks": _gather("PAGED"),
     "quantized_gather": _gather("QUANTIZED"),
     "gather_rows": _gather("ROWS"),
-    "copy_blocks": Body(Family.COPY, "copy_blocks.metal", (*_POOL, "pairs"), ("fence_out",)),
+    "copy_blocks": Body("copy_blocks.metal", (*_POOL, "pairs"), ("fence_out",)),
     **_products("matmul"),
     **_products("quantized"),
-    "draw_rows": Body(Family.DRAW, "draw_rows.metal", ("x", "params", "keys", "positions"), ("out",)),
+    "draw_rows": Body("draw_rows.metal", ("x", "params", "keys", "positions"), ("out",)),
 }
 
 

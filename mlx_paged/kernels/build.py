@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import lru_cache
@@ -18,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..warn import warn_when_slow
+from .availability import backend
 from .bodies import BODIES, kernel_text
 from .nvidia import part
 
@@ -55,35 +55,6 @@ TYPE_NAMES = {
 
 class NoKernelError(RuntimeError):
     """No GPU, or every variant for a geometry is switched off."""
-
-
-@lru_cache(maxsize=1)
-def backend() -> str | None:
-    """Return the GPU dialect, "metal" or "cuda", or None if MLX has no GPU that runs kernels."""
-    if mx.metal.is_available():
-        return "metal"
-    if mx.cuda.is_available():
-        return "cuda"
-    return None
-
-
-@lru_cache(maxsize=1)
-def gpu_cores() -> int | None:
-    """Return the number of cores of an Apple GPU; None on other GPUs, or if macOS does not report it."""
-    if backend() != "metal":
-        return None
-    command = ["ioreg", "-r", "-c", "AGXAccelerator", "-d", "1"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return cores_listed(listed)
-
-
-def cores_listed(listed: str) -> int | None:
-    """Return the number of GPU cores in the output of ``ioreg``, or None."""
-    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', listed)
-    return int(found.group(1)) if found else None
 
 
 def condensed(text: str) -> str:

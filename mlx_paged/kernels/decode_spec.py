@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from .availability import cuda_limits
 from .build import Constants
 from .launch_shape import (
     DTYPES,
@@ -19,7 +20,6 @@ from .launch_shape import (
     latent_run,
     run_length,
 )
-from .limits import cuda_limits
 from .quantized import PageShape
 
 _ALL_TOKENS = 1 << 30  # more than a row has

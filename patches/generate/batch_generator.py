@@ -22,7 +22,6 @@ from ...prefix.prefix_cache import SharedPrefixes
 from ...warn import warn_once
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
-from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import check_given, factory_of
 from ..patch import replaces
 from ..samplers import resolved
@@ -70,7 +69,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         fresh = self._factory()
         super().__init__(model, **options)
         with self._computing():
-            probe_geometry(model, fresh)
             sequence = sequence_of(fresh)
             pool = None if sequence is None else sequence.pool
             batch = decode_batch(model, self._factory())

@@ -16,7 +16,7 @@ import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache, PoolExhaustedError, PromptCacheError
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
-from mlx_paged.patches.cache.pools import prefix_pool_of, probe_geometry
+from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.disk import DiskTier
 from mlx_paged.prefix.identity import model_identity
@@ -194,13 +194,6 @@ def serve(
         row = forward(model, out[-1:], caches)
     store.insert_cache(key, out, caches, **kind)
     return out, len(rest)
-
-
-def probed(model: Any) -> Any:
-    """Return a prompt cache whose pool knows its geometry, as the server makes it."""
-    caches = upstream.make_prompt_cache(model)
-    probe_geometry(model, caches)
-    return caches
 
 
 @pytest.mark.parametrize("model", quick(KINDS, "llama"), indirect=True)
@@ -382,7 +375,7 @@ def test_prefixes_are_restored_from_disk_after_a_restart(model: Any, tmp_path: P
     gc.collect()
 
     store = new_store(model)
-    store.learn_layout(KEY, probed(model))
+    store.learn_layout(KEY, upstream.make_prompt_cache(model))
     for salt in (None, "b", "a"):
         with store.salted(salt):
             caches, rest = store.fetch_nearest_cache(KEY, [*tokens, 1, 2, 3])
@@ -405,7 +398,7 @@ def test_prefixes_of_another_configuration_are_not_restored(changes: dict[str, A
         """Return the tokens of the prompt left to compute, as in a new process."""
         mlx_paged.patches.cache.pools.forget_pools()
         store = PagedPromptCache(disk=DiskTier(Shelf(tmp_path)), identify=lambda key: model_identity(model))
-        store.learn_layout(KEY, probed(model))
+        store.learn_layout(KEY, upstream.make_prompt_cache(model))
         rest = store.fetch_nearest_cache(KEY, [*prompt, 1])[1]
         serve(model, store, prompt, 0)
         store.close()
@@ -433,7 +426,7 @@ def test_pool_keeps_the_identity_of_its_own_model(tmp_path: Path) -> None:
     serve(old, store, prompt_of(20, seed=1).tolist(), 0)
     assert len(asked) == 1  # once per load
     loaded.append(new)
-    store.learn_layout(KEY, probed(new))
+    store.learn_layout(KEY, upstream.make_prompt_cache(new))
     assert len(asked) == 2
     store.close()  # blocks of the old model go to disk under its identity
     assert store.fetch_nearest_cache(KEY, [*prompt, 1]) == (None, [*prompt, 1])

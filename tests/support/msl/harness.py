@@ -8,7 +8,6 @@ import numpy as np
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized as page_kernels
 from mlx_paged.kernels.bodies import BODIES, kernel_text, parts_of
 from mlx_paged.kernels.launch_shape import (
     FUSED_BODIES,
@@ -100,12 +99,10 @@ def emulated(backend="metal", **options):
     kernels.variants_of.cache_clear()
     kernels.latent_variants_of.cache_clear()
     kernels.build_kernel, kernels.backend = fake, lambda: backend
-    page_kernels.build_kernel = fake
     try:
         yield fake
     finally:
         kernels.build_kernel, kernels.backend = real
-        page_kernels.build_kernel = kernels.build_kernel
         kernels.variants_of.cache_clear()
         kernels.latent_variants_of.cache_clear()
 
