@@ -23,28 +23,15 @@ from ...kv.group import LayerGroup
 PROBE_ROWS = 3
 
 
-class Probed(NamedTuple):
-    """What a probe found out about one layer.
-
-    Attributes:
-        geometry: geometry of its keys and values.
-        heads: query heads that attend over them through an adapter, or through the attention function that the seam
-            replaces; None if none do.
-        adapted: they do through an adapter.
-        split_keys: see :class:`LayerGroup`.
-    """
-
-    geometry: Geometry
-    heads: QueryHeads | None
-    adapted: bool
-    split_keys: bool
-
-
 class ProbeLayer:
     """A cache with only the interface of a paged one: attention that uses anything else raises.
 
     Attributes:
-        geometry, heads, adapted, split_keys: see :class:`Probed`; an adapter sets ``split_keys``.
+        geometry: geometry of the layer's keys and values; None until it has used its cache.
+        heads: query heads that attend over them through an adapter, or through the attention function that the seam
+            replaces; None if none do.
+        adapted: they do through an adapter.
+        split_keys: see :class:`LayerGroup`; set by an adapter.
     """
 
     __slots__ = ("__weakref__", "_stock", "adapted", "geometry", "heads", "split_keys")
@@ -136,7 +123,7 @@ def probing_pass(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.arra
                     module[name] = value
 
 
-def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -> dict[int, Probed]:
+def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -> dict[int, ProbeLayer]:
     """Return how the candidate layers use their caches, found by a pass of two tokens; a layer that does not use its
     cache is not in the result.
 
@@ -151,11 +138,7 @@ def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -
     for layer in candidates:
         probes[layer] = ProbeLayer(probes[layer])
     probing_pass(model, mx.zeros((1, 2), mx.uint32), with_leaves(caches, probes))
-    return {
-        layer: Probed(probe.geometry, probe.heads, probe.adapted, probe.split_keys)
-        for layer, probe in ((layer, probes[layer]) for layer in candidates)
-        if probe.geometry is not None
-    }
+    return {layer: probes[layer] for layer in candidates if probes[layer].geometry is not None}
 
 
 def probe_rows(model: Any, caches: Sequence[Any]) -> str | None:
@@ -344,6 +327,7 @@ def _new_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Paged
         reasons = (*reasons, f"{unused} cache(s) that no attention layer writes to")
     by_kind: dict[tuple[Window | None, Geometry, bool], list[int]] = {}
     for layer, found in probed.items():
+        assert found.geometry is not None
         by_kind.setdefault((window_of(stock[layer]), found.geometry, found.split_keys), []).append(layer)
     names = ["index keys" if split else _name(window) for window, _, split in by_kind]
     groups, geometries = [], []

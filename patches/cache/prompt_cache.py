@@ -259,7 +259,7 @@ def check_given(model: Any, given: list[Any], fresh: Sequence[Any], factory: Cac
     sequence = sequence_of(fresh)
     place = 0
     for layer, (whole, fitting) in enumerate(zip(caches, fresh, strict=True)):
-        where = f"layer {layer} ({layer_path(model, layer)}) of the prompt cache"
+        where = f"layer {layer} of the prompt cache"
         if isinstance(whole, CacheList) != isinstance(fitting, CacheList):
             raise PromptCacheError(f"{where} is a {type(whole).__name__}, the model's is a {type(fitting).__name__}")
         for cache, expected in zip(leaves([whole]), leaves([fitting]), strict=True):
@@ -275,16 +275,6 @@ def check_given(model: Any, given: list[Any], fresh: Sequence[Any], factory: Cac
                 raise PromptCacheError(f"{where} is a {kinds}")
             place += 1
     return caches
-
-
-def layer_path(model: Any, layer: int) -> str:
-    """Return the name of a layer in the model, such as ``model.layers.3``."""
-    layers = list(getattr(model, "layers", []))
-    if layer < len(layers):
-        for name, module in model.named_modules():
-            if module is layers[layer]:
-                return str(name)
-    return f"layers.{layer}"
 
 
 def _can_be_paged(cache: Any) -> bool:
