@@ -337,7 +337,7 @@ def _new_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Paged
         latent = any(probed[layer].heads is None for layer in layers)
         groups.append(_group(layers, window, name, latent=latent, split_keys=split))
         geometries.append((geometry, probed[layers[0]].heads))
-    adapted = len(probed) == len(stock) and all(found.adapted for found in probed.values())
+    adapted = 0 < len(probed) == len(stock) and all(found.adapted for found in probed.values())
     return PagedLayout(tuple(groups), tuple(geometries), adapted, reasons)
 
 

@@ -159,20 +159,34 @@ for (int v = 0; v < RT * (DV / 8); v++) {
 }
 
 for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
-#if PAGED
   // Scores of KEYS tokens for RT times 8 rows.
+#if PAGED
   const device T* const k_head = k_pages + static_cast<int64_t>(kv_head) * (BS * D);
-  Sums s[RT * (KEYS / 8)];
   const device T* key[KEYS / 8];
   UNROLL
   for (int j = 0; j < KEYS / 8; j++) {
-    UNROLL
-    for (int r = 0; r < RT; r++) {
-      s[r * (KEYS / 8) + j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-    }
     // Eight tokens that no row sees are replaced by the nearest eight that some row sees: the mask drops their scores.
     const int token = metal::min(metal::max(step * KEYS + j * 8, lo / 8 * 8), (hi - 1) / 8 * 8);
     key[j] = k_head + static_cast<int64_t>(table[token / BS]) * n_kv * (BS * D) + token % BS * D;
+  }
+#elif QUANTIZED
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (int i = lane; i < KEYS * (D / 8); i += 32) {
+    const int position = metal::min(metal::max(step * KEYS + i / (D / 8), lo), hi - 1);
+    const int64_t page = static_cast<int64_t>(table[position / BS]) * n_kv + kv_head;
+    stage_codes<T, KBITS, D, GS, BS>(k_pages, page, position % BS, i % (D / 8), own_staged + i * 8);
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup T* key[KEYS / 8];
+  UNROLL
+  for (int j = 0; j < KEYS / 8; j++) {
+    key[j] = own_staged + j * 8 * D;
+  }
+#endif
+  Sums s[RT * (KEYS / 8)];
+  UNROLL
+  for (int j = 0; j < RT * (KEYS / 8); j++) {
+    s[j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
   UNROLL
   for (int d = 0; d < D / 8; d++) {
@@ -191,37 +205,6 @@ for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
       }
     }
   }
-#elif QUANTIZED
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = lane; i < KEYS * (D / 8); i += 32) {
-    const int position = metal::min(metal::max(step * KEYS + i / (D / 8), lo), hi - 1);
-    const int64_t page = static_cast<int64_t>(table[position / BS]) * n_kv + kv_head;
-    stage_codes<T, KBITS, D, GS, BS>(k_pages, page, position % BS, i % (D / 8), own_staged + i * 8);
-  }
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-  Sums s[RT * (KEYS / 8)];
-  UNROLL
-  for (int j = 0; j < RT * (KEYS / 8); j++) {
-    s[j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-  }
-  UNROLL
-  for (int d = 0; d < D / 8; d++) {
-    Matrix query[RT];
-    UNROLL
-    for (int r = 0; r < RT; r++) {
-      simdgroup_load(query[r], queries + r * 8 * D + d * 8, D);
-    }
-    UNROLL
-    for (int j = 0; j < KEYS / 8; j++) {
-      Matrix k;
-      simdgroup_load(k, own_staged + j * 8 * D + d * 8, D, ulong2(0), true);
-      UNROLL
-      for (int r = 0; r < RT; r++) {
-        simdgroup_multiply_accumulate(s[r * (KEYS / 8) + j], query[r], k, s[r * (KEYS / 8) + j]);
-      }
-    }
-  }
-#endif
   UNROLL
   for (int j = 0; j < RT * (KEYS / 8); j++) {
     simdgroup_store(s[j], own_scores + j / (KEYS / 8) * 8 * KEYS + j % (KEYS / 8) * 8, KEYS);
