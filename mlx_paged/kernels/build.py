@@ -85,7 +85,7 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
     dialect = backend()
     if dialect is None:
         raise NoKernelError("the paged kernels need a GPU that MLX can use")
-    if dialect == "cuda" and (compiled := part("compiled").compiled_kernel(body, constants)) is not None:
+    if dialect == "cuda" and (compiled := part("cubins").compiled_kernel(body, constants)) is not None:
         kernel: Callable[..., list[mx.array]] = compiled
         return kernel
     # MLX processes the whole text at every call, so it gets no more than the compiler needs.
@@ -188,15 +188,15 @@ def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:
     """Start to compile kernels, (body, constants) each, in parallel threads, before they are built. Does nothing if MLX
     compiles them."""
     if backend() == "cuda":
-        part("compiled").compile_ahead(kernels)
+        part("cubins").compile_ahead(kernels)
 
 
 def warn_when_compiling() -> AbstractContextManager[None]:
     """Return a context manager for code that may compile kernels: reports it once, on a terminal, if it takes long."""
-    is_kept = backend() == "cuda" and part("compiled").is_kept()
+    is_kept = backend() == "cuda" and part("cubins").is_kept()
     return warn_when_slow("compiling kernels, once per machine" if is_kept else "compiling kernels")
 
 
 def compiled_by() -> str:
     """Return which compiler builds the kernels on this machine, for reports."""
-    return str(part("compiled").compiler_name()) if backend() == "cuda" else "MLX"
+    return str(part("cubins").compiler_name()) if backend() == "cuda" else "MLX"

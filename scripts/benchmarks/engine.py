@@ -26,7 +26,7 @@ from mlx_paged import config
 from mlx_paged.attention import dispatch
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
-from mlx_paged.cuda.compiled import cuda_source
+from mlx_paged.cuda.cubins import cuda_source
 from mlx_paged.cuda.launch import CompiledKernel
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine

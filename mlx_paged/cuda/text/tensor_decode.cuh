@@ -1,7 +1,9 @@
 // CUDA only: decode attention on the tensor cores (mma.sync m16n8k16, float accumulators), for queries of 16 bits.
-//   paged_decode_tensor, quantized_decode_tensor                 (OWN)     a row's own blocks, plain or quantised pages
-//   shared_decode_tensor, shared_quantized_decode_tensor         (COMMON)  the same for rows with common blocks
-//   join_partitions                                              (JOIN)    joins what the COMMON kernels store
+//   paged_decode_tensor (OWN, PAGED), quantized_decode_tensor (OWN, QUANTIZED): each row by itself
+//   shared_decode_tensor (COMMON, PAGED), shared_quantized_decode_tensor (COMMON, QUANTIZED): rows with common blocks
+//   join_partitions (JOIN): joins what the COMMON kernels store
+
+// Functions --------------------------------------------------------------------------------------------------------
 
 // Largest score (base 2) and sum of weights of some tokens.
 struct State {
@@ -196,6 +198,8 @@ __device__ inline void quantize_row(const T* row, unsigned* page, int at, int la
 #endif
 
 #pragma kernel
+// join_partitions --------------------------------------------------------------------------------------------------
+
 #if JOIN
 // join_partitions joins the partitions that the COMMON kernels store for a line (row and query head), as the OWN kernels
 // join their runs. Grid: x = line; a thread handles four values. The head's sink is added at the end.
@@ -214,6 +218,9 @@ if (threadIdx.x < DV / 4) {
   store_four(out + static_cast<int64_t>(line) * DV + threadIdx.x * 4, o.x / whole.l, o.y / whole.l, o.z / whole.l, o.w / whole.l);
 }
 #else
+
+// Decode: what is multiplied ---------------------------------------------------------------------------------------
+
 // Same partitions as paged_decode. A thread group handles a run of 1, 2 or 4 (2^params[3]) of them. The last group of a
 // row and KV head to finish joins the runs, so there is no second kernel. Partitions are always joined as the same
 // tree, four by four, so the result has the same bits for every length of runs.
@@ -270,6 +277,9 @@ constexpr int TILES = DV / 16;
 // The dim of an output at a place in tg_o. Place 8 k + r is the k-th dim of lane r.
 auto dim_of = [&](int place) { return place / 8 / VD * (VD * 8) + place % 8 * VD + place / 8 % VD; };
 #endif
+
+// Rows and partitions of a thread group, and what ends a run -------------------------------------------------------
+
 #if OWN
 constexpr int WAITS = 2;  // first halves of a tree of joins that may wait
 constexpr int AT_ONCE = DV <= 64 || GROUPS > 3 ? 8 : 16;  // runs; more do not fit the registers of four groups
@@ -383,12 +393,11 @@ auto store_sums = [&](const float (&m)[NT][2], float (&l)[NT][2]) {
 // A partition that several rows see.
 #include "shared_decode.cuh"
 #endif
-// A warp's chunks, from queries, keys and values to the accumulators of a partition.
-#if PAGED
-if (first <= last && n_rows == 1) {
-#elif QUANTIZED
-if (first <= last) {
-#endif
+
+// A warp's chunks: from queries, keys and values to a partition's outputs ------------------------------------------
+
+// With plain pages of a single row; codes of all rows are read together.
+if (first <= last && (n_rows == 1 || HEADS > G)) {
   const int* table = tables + sequence * max_blocks;
 #if PAGED
   const float gain = SOFTCAP ? params[0] / params[1] : params[0] * LOG2E;
@@ -905,6 +914,9 @@ if (first <= last) {
     }
   }
 }
+
+// Joins of runs ----------------------------------------------------------------------------------------------------
+
 #if OWN
 // The last thread group of a row and KV head to finish joins its runs. A row that sees no token gets zeros.
 if (first <= last && n_live > 1 << run_shift) {
