@@ -23,7 +23,6 @@ class Patch(NamedTuple):
         name: a function of the module, or ``Class.method``.
         fingerprint: fingerprint of the upstream source the replacement was written for (see :func:`fingerprint`).
         adapt: takes the original and returns its replacement.
-        adapts_attention: the symbol is the ``__call__`` of an attention class, whose layers then need no seam.
         only_cuda: the symbol is replaced only on CUDA; elsewhere the replacement has no advantage.
     """
 
@@ -31,7 +30,6 @@ class Patch(NamedTuple):
     name: str
     fingerprint: str
     adapt: Callable[..., Any]
-    adapts_attention: bool = False
     only_cuda: bool = False
 
     @property
@@ -49,17 +47,17 @@ class Patch(NamedTuple):
 PATCHES: list[Patch] = []
 
 
-def replaces(target: str, fingerprint: str, **kind: bool) -> Callable[[Adapter], Adapter]:
+def replaces(target: str, fingerprint: str, *, only_cuda: bool = False) -> Callable[[Adapter], Adapter]:
     """Return a decorator that registers a function from an upstream symbol to its replacement.
 
     Args:
         target: ``module:function`` or ``module:Class.method``.
-        fingerprint, kind: see :class:`Patch`.
+        fingerprint, only_cuda: see :class:`Patch`.
     """
     module, _, name = target.partition(":")
 
     def register(adapt: Adapter) -> Adapter:
-        PATCHES.append(Patch(module, name, fingerprint, adapt, **kind))
+        PATCHES.append(Patch(module, name, fingerprint, adapt, only_cuda))
         return adapt
 
     return register

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..config import PagedConfig
 from ..errors import PatchError
-from ..kernels.build import backend
+from ..kernels.availability import backend
 from .patch import PATCHES, Patch, fingerprint
 
 # Modules of adapters, which register their patches when they are imported (see replaces()).
@@ -25,8 +25,6 @@ ADAPTERS = (
     "models.states",
     "models.attention",
     "models.latent",
-    "models.index_attention",
-    "models.mlp",
     "nn",
     "samplers",
     "cache.prompt_cache",
@@ -55,14 +53,6 @@ _config = PagedConfig()
 _originals: dict[Patch, Any] = {}
 _replacements: dict[Patch, Any] = {}
 _waiting: list[Patch] = []  # until their models' modules are imported
-_adapted: set[type] = set()  # attention classes with an adapter
-
-
-def _has_adapter(layer: Any) -> bool:
-    # Called for each layer of each new cache. Attention is nearly always a direct part of the layer.
-    if isinstance(layer, dict) and any(type(part) in _adapted for part in layer.values()):
-        return True
-    return any(type(module) in _adapted for _, module in layer.named_modules())
 
 
 def _load_adapters() -> dict[str, str]:
@@ -129,7 +119,6 @@ def apply_patches(config: PagedConfig | None = None, *, strict: bool = False) ->
         report = _apply([patch for patch in patches if patch not in waiting], unusable, strict=strict)
         _waiting[:] = waiting
         report.waiting = [patch.target for patch in waiting]
-        _call_if_loaded("cache.layer_cache", "mask_rows", False)
         _config = config
         return report
 
@@ -198,8 +187,6 @@ def remove_patches() -> None:
         _originals.clear()
         _replacements.clear()
         _waiting.clear()
-        _adapted.clear()
-        _call_if_loaded("cache.layer_cache", "mask_rows", True)  # mlx-lm's attention reads existing batches from now on
         _call_if_loaded("cache.pools", "forget_pools")
         _call_if_loaded("cache.layout", "forget_layouts")
 
@@ -236,7 +223,7 @@ def _inspect(patch: Patch) -> tuple[str | None, Any]:
 
 def _replacement_of(patch: Patch, original: Any) -> Any:
     if patch.name == "make_prompt_cache":
-        return patch.adapt(original, config=lambda: _config, adapted=_has_adapter, prepare=_apply_to_loaded_models)
+        return patch.adapt(original, config=lambda: _config, prepare=_apply_to_loaded_models)
     return patch.adapt(original)
 
 
@@ -244,9 +231,6 @@ def _install(found: Mapping[Patch, tuple[Any, Any]]) -> None:
     """Replace originals by replacements, given as (original, replacement) for each patch."""
     _replace(found)
     for patch, (original, replacement) in found.items():
-        owner, _ = _owner(patch)
-        if patch.adapts_attention and isinstance(owner, type):
-            _adapted.add(owner)
         _originals[patch] = original
         _replacements[patch] = replacement
 

@@ -187,8 +187,7 @@ def row_of(
 
 
 def attention_of(model: Any) -> str:
-    from mlx_paged.patches.cache.layout import layout_of
-    from mlx_paged.patches.models.latent import latent_caches_of
+    from mlx_paged.patches.cache.layout import latent_caches_of, layout_of
 
     layout = layout_of(model)
     if layout is None or not layout.groups:

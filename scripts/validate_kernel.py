@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mlx_paged.cli.doctor.shapes import Shape, popular_shapes
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.cases import attention
-from mlx_paged.kernels.check import MAX_RMS, outcome_of, ragged_difference, self_check
+from mlx_paged.kernels.check import MAX_RMS, attention, outcome_of, ragged_difference, self_check
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_QUERY_LENGTH, SHARED_BODIES, Variant
 from mlx_paged.kernels.quantized import PageShape
 from scripts.support.paged_decode import decode_variants, gather_blocks, paged_decode, write_slots

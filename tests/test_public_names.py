@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from mlx_lm import load
+from mlx_lm.models import cache as upstream
 
 import mlx_paged
 from tests.support.models.builders import build
@@ -46,10 +48,14 @@ def test_pool_of_returns_the_pool_that_generation_uses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_pool_of_does_not_fix_the_geometry_of_keys(kind: str) -> None:
+def test_pool_of_knows_the_geometry_and_follows_set_dtype(kind: str) -> None:
     mlx_paged.apply_patches()
-    pool = mlx_paged.pool_of(build(kind))
-    assert pool is not None and all(group.geometry is None for group in pool.groups)
+    model = build(kind)
+    pool = mlx_paged.pool_of(model)
+    assert pool is not None and all(group.geometry.dtype == mx.float32 for group in pool.groups)
+    model.set_dtype(mx.float16)
+    other = upstream.make_prompt_cache(model)[0].pool
+    assert all(group.geometry.dtype == mx.float16 for group in other.groups) and mlx_paged.pool_of(model) is other
     assert mlx_paged.pool_of(object()) is None
 
 

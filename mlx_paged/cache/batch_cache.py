@@ -35,14 +35,11 @@ class PagedBatchKVCache(LayerCache):
     Args:
         batch: the sequences with their reserved new tokens, shared by the caches of all layers.
         layer: index of the model layer.
-        row_type: class of the rows' own caches, whose ``masks_rows`` says whether attention needs array masks; read for
-            each mask, as it changes when the patches are removed.
     """
 
-    def __init__(self, batch: Batch, layer: int, row_type: type[PagedKVCache] = PagedKVCache) -> None:
+    def __init__(self, batch: Batch, layer: int) -> None:
         super().__init__(batch, layer)
         self.batch = batch
-        self.row_type = row_type
 
     @property
     def offset(self) -> mx.array:
@@ -190,8 +187,8 @@ class PagedBatchKVCache(LayerCache):
         Returns:
             None if each row is masked by its own length and window. In a pack with a window narrower than the layer's,
             a placeholder for that window. In a decode step a boolean array ``[B, 1, 1, longest]`` over what
-            :meth:`update_and_fetch` returns: on request, for a window other than the layer's, and if attention reads
-            rows of several lengths by ``update_and_fetch``.
+            :meth:`update_and_fetch` returns: on request, for a window other than the layer's, and if rows have several
+            lengths.
 
         Raises:
             GeometryError: ``N`` is not 1.
@@ -202,11 +199,10 @@ class PagedBatchKVCache(LayerCache):
         if N != 1:
             message = f"a mask must be for 1 token per row, got {N}"
             raise NotPackableError(message) if batch.is_pack else GeometryError(message)
-        if window_size in (None, window):
-            # Attention over fetched arrays needs a mask where rows are padded.
-            is_padded = self.row_type.masks_rows and len(set(batch.seen_before(self.layer))) > 1
-            if batch.is_pack or not (return_array or is_padded):
-                return None
+        is_own = window_size in (None, window)
+        # In a decode step, attention over fetched arrays needs a mask where rows are padded.
+        if is_own and (batch.is_pack or not (return_array or len(set(batch.seen_before(self.layer))) > 1)):
+            return None
         if not batch.is_pack:
             seen = window_under(self.group.spec, window_size and min(window_size, window or window_size))
             mask = batch.padded_mask(self.layer, seen)

@@ -28,9 +28,6 @@ class PagedKVCache(LayerCache):
         layer: index of the model layer.
     """
 
-    masks_rows = False
-    """Whether a batch of such caches gives array masks: attention reads it by ``update_and_fetch``."""
-
     def __init__(self, sequence: SequenceTables, layer: int) -> None:
         super().__init__(sequence, layer)
         self.sequence = sequence

@@ -1,6 +1,5 @@
-"""Cubins: machine code of kernels, compiled in parallel threads and kept on disk for later processes. Nvrtc: NVIDIA's
-runtime compiler, a library that MLX itself has loaded.
-"""
+"""Kernels that this package compiles, in parallel threads, and keeps on disk for later processes (Cubins), by NVIDIA's
+runtime compiler, a library that MLX itself has loaded (Nvrtc)."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import lru_cache
@@ -19,7 +19,9 @@ from typing import Protocol
 import mlx.core as mx
 
 from ..errors import check_device
-from .launch import CompiledKernel, Source, load
+from ..kernels.bodies import BODIES, text_of
+from ..kernels.build import TYPE_NAMES, Constants, condensed, kernel_source, warn_when_compiling
+from .launch import CompiledKernel, Source, load, source_of
 
 # The compiler -------------------------------------------------------------------------------------------------------
 
@@ -275,3 +277,47 @@ def folder_path() -> Path:
     own = os.environ.get("MLX_PTX_CACHE_DIR")
     cache = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "mlx_paged" / "kernels"
+
+
+# Kernels (docs/adr/0011) ---------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def cuda_source(body: str, constants: Constants) -> Source | None:
+    """Return the source for NVRTC, or None if :func:`source_of` does not support the kernel."""
+    header, source = (condensed(text) for text in kernel_source(body, "cuda", constants))
+    record, types = BODIES[body], text_of("types.cuh")
+    return source_of(body, types + header, source, record.inputs, record.outputs, dict(constants), TYPE_NAMES["cuda"])
+
+
+def compiled_kernel(body: str, constants: Constants) -> CompiledKernel | None:
+    """Return a kernel compiled by this package, or None if MLX has to compile it. MLX would parse all of its headers
+    for each text in each process, about 2 s."""
+    known, source = cubins(), cuda_source(body, constants)
+    if known is None or source is None:
+        return None
+    with warn_when_compiling():
+        return known.kernel(source, TYPE_NAMES["cuda"])
+
+
+def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:
+    """Start to compile kernels, (body, constants) each, in parallel threads. Does nothing if MLX compiles them."""
+    known = cubins()
+    if known is not None:
+        for source in (cuda_source(*kernel) for kernel in kernels):
+            if source is not None:
+                known.start(source)
+
+
+def is_kept() -> bool:
+    """Return whether machine code is kept on disk for later processes."""
+    known = cubins()
+    return known is not None and known.folder is not None
+
+
+def compiler_name() -> str:
+    """Return which compiler builds the kernels on this machine, for reports."""
+    known = cubins()
+    if known is None:
+        return "MLX"
+    return f"NVRTC {known.version}, {'once per machine' if known.folder is not None else 'in each process'}"

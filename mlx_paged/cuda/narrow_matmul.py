@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..kernels.build import KernelText, backend, build_kernel, compile_ahead
-from ..kernels.cases import worst_rms
-from ..kernels.check import CheckResult, check_and_warn, outcome_of
+from ..kernels.availability import backend
+from ..kernels.build import KernelText, build_kernel, compile_ahead
+from ..kernels.check import CheckResult, check_and_warn, outcome_of, worst_rms
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)

@@ -336,7 +336,7 @@ class DraftModel:
 
     def _layers(self, own: DraftRow, tables: Batch) -> list[Any]:
         """Return the layers' batch caches as the model expects them."""
-        return with_leaves(own.caches, [PagedBatchKVCache(tables, c.layer, type(c)) for c in leaves(own.caches)])
+        return with_leaves(own.caches, [PagedBatchKVCache(tables, c.layer) for c in leaves(own.caches)])
 
     def note(
         self,

@@ -19,7 +19,7 @@ from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.placeholders import PlaceholderBatch, PlaceholderTokens
 from ..cache.sequence import SequenceTables
 from ..errors import GeometryError, check_device
-from ..kernels.build import backend
+from ..kernels.availability import backend
 from ..kernels.inference import Inference
 from ..kernels.nvidia import narrow_layers
 from ..kv.block_table import BlockTable

@@ -77,7 +77,7 @@ class Rows:
         """Return the cache of a layer for the call."""
         if isinstance(own[0], PagedKVCache):
             assert self._batch is not None
-            return PagedBatchKVCache(self._batch, own[0].layer, type(own[0]))
+            return PagedBatchKVCache(self._batch, own[0].layer)
         if self.counts is None:
             return states
         return PackedStates.of(own, self.counts) if states is None else PackedStates.over(states, self.counts)

@@ -1,52 +1,33 @@
 """BODIES: one record per kernel, with its file, its inputs and its outputs; and the texts made from these files.
 
-A file is a kernel, from top to bottom; those for tensor cores include their rows, partitions and joins. Where the
-kernels of a family differ, it has ``#if`` with the names of their variants. :func:`kernel_text` resolves these, and
-``#include`` of another file, so that MLX, which processes the whole text at each launch, gets no more than the compiler
-needs.
+A file holds a family of kernels, from top to bottom: its functions, then, after ``#pragma kernel``, the statements of
+its kernels, which MLX makes a function of. Where the kernels differ, it has ``#if`` with the names of their variants.
+:func:`kernel_text` resolves these, and ``#include`` of another file, so that MLX, which processes the whole text at
+each launch, gets no more than the compiler needs.
 """
 
 from __future__ import annotations
 
 import re
-from enum import Enum, auto
 from functools import lru_cache
 from importlib import resources
 from typing import NamedTuple
-
-
-class Family(Enum):
-    """Kernels grouped by the form of their launch."""
-
-    DECODE = auto()
-    FUSED_DECODE = auto()  # merges its partial results itself
-    PREFILL = auto()
-    MERGE = auto()
-    WRITE = auto()
-    GATHER = auto()
-    COPY = auto()
-    PRODUCT = auto()
-    DRAW = auto()
 
 
 class Body(NamedTuple):
     """A kernel.
 
     Attributes:
-        family: how it is launched.
         file: its text, in kernels/text/ (.metal, for both GPUs unless it uses Metal's matrices) or cuda/text/ (.cuh).
         inputs, outputs: names, in order; their types are those of cuda/launch.py.
-        variants: names that are true in the file's ``#if``.
-        helpers: files with functions that it needs besides the prelude; "codes" is the file of either dialect.
+        variants: names that are true in the ``#if`` of the file and of the prelude.
         strided: inputs may be strided.
     """
 
-    family: Family
     file: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     variants: tuple[str, ...] = ()
-    helpers: tuple[str, ...] = ()
     strided: bool = False
 
     @property
@@ -55,43 +36,66 @@ class Body(NamedTuple):
         return self.file.endswith(".cuh")
 
 
-# Names of variants: pages not quantised and quantised; latents; a row's own blocks, blocks common to rows, and the
-# merge of both; for products what is stored.
-VARIANTS = ("PAGED", "QUANTIZED", "LATENT", "OWN", "COMMON", "JOIN", "PLAIN", "BIAS", "GATE", "GROUP")
+# Names of variants: pages not quantised, quantised, and their rows as they are; latents; a row's own blocks, blocks
+# common to rows, and the merge of both; for products what is stored, and packed matrices; and tensor cores.
+VARIANTS = (
+    "PAGED",
+    "QUANTIZED",
+    "ROWS",
+    "LATENT",
+    "OWN",
+    "COMMON",
+    "JOIN",
+    "PLAIN",
+    "BIAS",
+    "GATE",
+    "GROUP",
+    "PACKED",
+    "TENSOR",
+)
 
 _POOL = ("k_pool", "v_pool", "fence")
-_BOUNDS = ("tables", "ends", "starts", "params", "sinks")
-_DECODE = ("q", *_POOL, "k_new", "v_new", *_BOUNDS)
-_PROMPT = ("q", *_POOL, "tables", "tiles", "params", "sinks")
+_DECODE = ("q", *_POOL, "k_new", "v_new", "tables", "ends", "starts", "params", "sinks")
 _PARTIAL = ("partial", "stats", "ends", "starts", "sinks")
-_RESULTS = ("out", "stats", "fence_out")
-_CODES = ("codes", "groups.metal")
-_TENSOR_CODES = ("tensor_loads.cuh", "groups.metal", "tensor_codes.cuh", "tensor_quantize.cuh")
-_MATRICES = ("partitions.metal", "join.metal")
+_PROMPT = ("q", *_POOL, "tables", "tiles", "params", "sinks")
 
 
-def _tensor_decode(family: Family, more: str, outputs: tuple[str, ...], *variants: str) -> Body:
-    if "QUANTIZED" in variants:
-        return Body(family, "quantized_tensor_decode.cuh", (*_DECODE, more), outputs, variants, _TENSOR_CODES)
-    return Body(family, "tensor_decode.cuh", (*_DECODE, more), outputs, variants)
+def _decode(file: str, variant: str) -> Body:
+    return Body(file, _DECODE, ("out", "stats", "fence_out"), (variant,))
 
 
-def _write(file: str, helpers: tuple[str, ...] = (), *, strided: bool = True) -> Body:
-    return Body(Family.WRITE, file, (*_POOL, "k", "v", "slots"), ("fence_out",), (), helpers, strided)
+def _own(variant: str) -> Body:
+    outputs = ("out", "partial", "fence_out")
+    return Body("tensor_decode.cuh", (*_DECODE, "arrivals"), outputs, ("OWN", variant))
 
 
-def _gather(file: str, helpers: tuple[str, ...] = ()) -> Body:
-    return Body(Family.GATHER, file, (*_POOL, "blocks", "span"), ("k_out", "v_out", "fence_out"), (), helpers)
+def _common(variant: str) -> Body:
+    outputs = ("partial", "stats", "fence_out")
+    return Body("tensor_decode.cuh", (*_DECODE, "items"), outputs, ("COMMON", variant))
+
+
+def _prefill(variant: str) -> Body:
+    return Body("tensor_prefill.cuh", _PROMPT, ("out", "fence_out"), (variant,))
+
+
+def _write(variant: str) -> Body:
+    inputs = (*_POOL, "k", "v", "slots")
+    return Body("write.metal", inputs, ("fence_out",), (variant,), strided=variant != "ROWS")
+
+
+def _gather(variant: str) -> Body:
+    inputs = (*_POOL, "blocks", "span")
+    return Body("gather.metal", inputs, ("k_out", "v_out", "fence_out"), (variant,))
 
 
 def _products(kind: str) -> dict[str, Body]:
     """Return the kernels that multiply a few rows by matrices. ``kind`` is "matmul", or "quantized" for weights in
     affine quantisation."""
-    names, form = (("w",), ()) if kind == "matmul" else (("w", "scales", "biases"), ("QUANTIZED",))
+    names, form = (("w",), ()) if kind == "matmul" else (("w", "scales", "biases"), ("PACKED",))
     one, two, three = (tuple(name + n for n in ("", "1", "2")[:count] for name in names) for count in (1, 2, 3))
 
     def body(inputs: tuple[str, ...], *variants: str, outputs: tuple[str, ...] = ("out",)) -> Body:
-        return Body(Family.PRODUCT, "products.cuh", ("x", *inputs), outputs, (*variants, *form))
+        return Body("products.cuh", ("x", *inputs), outputs, (*variants, *form))
 
     return {
         f"narrow_{kind}": body(one, "PLAIN"),
@@ -101,46 +105,31 @@ def _products(kind: str) -> dict[str, Body]:
     }
 
 
-_FUSED_RESULTS = ("out", "partial", "fence_out")
-_COMMON_RESULTS = ("partial", "stats", "fence_out")
 BODIES: dict[str, Body] = {
-    "paged_decode": Body(Family.DECODE, "decode.metal", _DECODE, _RESULTS, ("PAGED",), ("partitions.metal",)),
-    "quantized_decode": Body(
-        Family.DECODE, "decode.metal", _DECODE, _RESULTS, ("QUANTIZED",), (*_CODES, "partitions.metal")
-    ),
-    "latent_decode": Body(Family.DECODE, "decode.metal", _DECODE, _RESULTS, ("LATENT",), ("partitions.metal",)),
-    "matrix_decode": Body(Family.DECODE, "matrix_decode.metal", _DECODE, _RESULTS, ("PAGED",), _MATRICES),
-    "quantized_matrix_decode": Body(
-        Family.DECODE,
-        "matrix_decode.metal",
-        _DECODE,
-        _RESULTS,
-        ("QUANTIZED",),
-        (*_CODES, "partitions.metal", "stage.metal", "join.metal"),
-    ),
-    "paged_decode_tensor": _tensor_decode(Family.FUSED_DECODE, "arrivals", _FUSED_RESULTS, "OWN", "PAGED"),
-    "quantized_decode_tensor": _tensor_decode(Family.FUSED_DECODE, "arrivals", _FUSED_RESULTS, "OWN", "QUANTIZED"),
-    "shared_decode_tensor": _tensor_decode(Family.DECODE, "items", _COMMON_RESULTS, "COMMON", "PAGED"),
-    "shared_quantized_decode_tensor": _tensor_decode(Family.DECODE, "items", _COMMON_RESULTS, "COMMON", "QUANTIZED"),
-    "join_partitions": Body(Family.MERGE, "join_runs.cuh", _PARTIAL, ("out",), ("JOIN",)),
-    "latent_decode_tensor": Body(
-        Family.DECODE, "latent_decode.cuh", _DECODE, _RESULTS, helpers=("flags.cuh", "warpgroup.cuh")
-    ),
-    "merge_partitions": Body(Family.MERGE, "merge_partitions.metal", _PARTIAL, ("out",), helpers=("partitions.metal",)),
-    "paged_prefill_tensor": Body(Family.PREFILL, "tensor_prefill.cuh", _PROMPT, ("out", "fence_out"), ("PAGED",)),
-    "quantized_prefill_tensor": Body(
-        Family.PREFILL, "tensor_prefill.cuh", _PROMPT, ("out", "fence_out"), ("QUANTIZED",), _TENSOR_CODES
-    ),
-    "write_slots": _write("write_slots.metal"),
-    "quantized_write": _write("quantized_write.metal", _CODES),
-    "write_rows": _write("write_rows.metal", strided=False),
-    "gather_blocks": _gather("gather_blocks.metal"),
-    "quantized_gather": _gather("quantized_gather.metal", _CODES),
-    "gather_rows": _gather("gather_rows.metal"),
-    "copy_blocks": Body(Family.COPY, "copy_blocks.metal", (*_POOL, "pairs"), ("fence_out",)),
+    "paged_decode": _decode("decode.metal", "PAGED"),
+    "quantized_decode": _decode("decode.metal", "QUANTIZED"),
+    "latent_decode": _decode("decode.metal", "LATENT"),
+    "matrix_decode": _decode("matrix_decode.metal", "PAGED"),
+    "quantized_matrix_decode": _decode("matrix_decode.metal", "QUANTIZED"),
+    "merge_partitions": Body("merge_partitions.metal", _PARTIAL, ("out",)),
+    "paged_decode_tensor": _own("PAGED"),
+    "quantized_decode_tensor": _own("QUANTIZED"),
+    "shared_decode_tensor": _common("PAGED"),
+    "shared_quantized_decode_tensor": _common("QUANTIZED"),
+    "join_partitions": Body("tensor_decode.cuh", _PARTIAL, ("out",), ("JOIN",)),
+    "latent_decode_tensor": _decode("latent_decode.cuh", "LATENT"),
+    "paged_prefill_tensor": _prefill("PAGED"),
+    "quantized_prefill_tensor": _prefill("QUANTIZED"),
+    "write_slots": _write("PAGED"),
+    "quantized_write": _write("QUANTIZED"),
+    "write_rows": _write("ROWS"),
+    "gather_blocks": _gather("PAGED"),
+    "quantized_gather": _gather("QUANTIZED"),
+    "gather_rows": _gather("ROWS"),
+    "copy_blocks": Body("copy_blocks.metal", (*_POOL, "pairs"), ("fence_out",)),
     **_products("matmul"),
     **_products("quantized"),
-    "draw_rows": Body(Family.DRAW, "draw_rows.metal", ("x", "params", "keys", "positions"), ("out",)),
+    "draw_rows": Body("draw_rows.metal", ("x", "params", "keys", "positions"), ("out",)),
 }
 
 
@@ -190,13 +179,21 @@ def _holds(condition: str, variants: tuple[str, ...]) -> bool:
 @lru_cache(maxsize=64)
 def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """Return (header, source) of a kernel in one dialect, "metal" or "cuda"."""
-    record, suffix = BODIES[body], "metal" if dialect == "metal" else "cuh"
-    helpers = "".join(text_of(name if "." in name else f"{name}.{suffix}") for name in record.helpers)
-    if helpers and (record.cuda_only or dialect == "cuda"):
-        helpers = CUDA_HEADER.format(helpers)
-    header = (text_of("tensor.cuh") if record.cuda_only else "") + text_of(f"prelude.{suffix}") + helpers
-    return header, resolved(text_of(record.file), record.variants)
+    record = BODIES[body]
+    variants = (*record.variants, "TENSOR") if record.cuda_only else record.variants
+    prelude = resolved(text_of("prelude.metal" if dialect == "metal" else "prelude.cuh"), variants)
+    functions, source = parts_of(body)
+    if dialect == "cuda" and functions:
+        functions = CUDA_FUNCTIONS.format(functions)
+    return prelude + functions, source
 
 
-# Wraps helpers in a CUDA header. The prelude defines `device` as empty, but __device__ expands to that word.
-CUDA_HEADER = "#undef device\nnamespace mlx::core::cu {{\n{}}}\n#define device\n"
+def parts_of(body: str) -> tuple[str, str]:
+    """Return the functions and the statements of a kernel's file, resolved."""
+    record = BODIES[body]
+    functions, _, source = resolved(text_of(record.file), record.variants).rpartition("#pragma kernel\n")
+    return functions, source
+
+
+# Wraps a file's functions. The prelude defines `device` as empty, but __device__ expands to that word.
+CUDA_FUNCTIONS = "#undef device\nnamespace mlx::core::cu {{\n{}}}\n#define device\n"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import lru_cache
@@ -18,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..warn import warn_when_slow
+from .availability import backend
 from .bodies import BODIES, kernel_text
 from .nvidia import part
 
@@ -57,35 +57,6 @@ class NoKernelError(RuntimeError):
     """No GPU, or every variant for a geometry is switched off."""
 
 
-@lru_cache(maxsize=1)
-def backend() -> str | None:
-    """Return the GPU dialect, "metal" or "cuda", or None if MLX has no GPU that runs kernels."""
-    if mx.metal.is_available():
-        return "metal"
-    if mx.cuda.is_available():
-        return "cuda"
-    return None
-
-
-@lru_cache(maxsize=1)
-def gpu_cores() -> int | None:
-    """Return the number of cores of an Apple GPU; None on other GPUs, or if macOS does not report it."""
-    if backend() != "metal":
-        return None
-    command = ["ioreg", "-r", "-c", "AGXAccelerator", "-d", "1"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return cores_listed(listed)
-
-
-def cores_listed(listed: str) -> int | None:
-    """Return the number of GPU cores in the output of ``ioreg``, or None."""
-    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', listed)
-    return int(found.group(1)) if found else None
-
-
 def condensed(text: str) -> str:
     """Return a text without comments, indentation and empty lines."""
     lines = (re.sub(r"//.*", "", line).strip() for line in text.splitlines())
@@ -114,7 +85,7 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
     dialect = backend()
     if dialect is None:
         raise NoKernelError("the paged kernels need a GPU that MLX can use")
-    if dialect == "cuda" and (compiled := part("compiled").compiled_kernel(body, constants)) is not None:
+    if dialect == "cuda" and (compiled := part("cubins").compiled_kernel(body, constants)) is not None:
         kernel: Callable[..., list[mx.array]] = compiled
         return kernel
     # MLX processes the whole text at every call, so it gets no more than the compiler needs.
@@ -217,15 +188,15 @@ def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:
     """Start to compile kernels, (body, constants) each, in parallel threads, before they are built. Does nothing if MLX
     compiles them."""
     if backend() == "cuda":
-        part("compiled").compile_ahead(kernels)
+        part("cubins").compile_ahead(kernels)
 
 
 def warn_when_compiling() -> AbstractContextManager[None]:
     """Return a context manager for code that may compile kernels: reports it once, on a terminal, if it takes long."""
-    is_kept = backend() == "cuda" and part("compiled").is_kept()
+    is_kept = backend() == "cuda" and part("cubins").is_kept()
     return warn_when_slow("compiling kernels, once per machine" if is_kept else "compiling kernels")
 
 
 def compiled_by() -> str:
     """Return which compiler builds the kernels on this machine, for reports."""
-    return str(part("compiled").compiler_name()) if backend() == "cuda" else "MLX"
+    return str(part("cubins").compiler_name()) if backend() == "cuda" else "MLX"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,9 +14,7 @@ import numpy as np
 from ..device import confirm
 from . import ops as kernels
 from . import quantized
-from .bodies import BODIES, Family
 from .build import Constants, compile_ahead, warn_when_compiling
-from .cases import Blocks, attention, worst_rms
 from .decode_spec import pool_constants_of, spec_of
 from .launch_shape import (
     LATENT_BODIES,
@@ -26,6 +25,7 @@ from .launch_shape import (
     Variant,
     shape_for,
 )
+from .prefill import BODIES as PREFILL_BODIES
 from .prefill import prefill_constants_of, prepare_prefill
 from .prefill import shape_of as prefill_shape_of
 from .quantized import PageShape, new_blocks
@@ -39,6 +39,7 @@ _FREE_BLOCKS = 5  # targets of copies
 _WINDOW = 100  # tokens; so few that one token too many shows in the result
 _SHARED_WINDOW = 1500  # tokens: begins inside a partition
 _PROMPT_WINDOW = 45
+_MOST = 1 << 25  # elements of the largest temporary of `attention`
 _MORE = 44  # tokens by which a longer window exceeds what one partition may hold on Metal
 
 Bounds = list[list[int]]  # [row][query]
@@ -68,8 +69,7 @@ def self_check(variant: Variant) -> CheckResult:
     if variant.body in SHARED_BODIES:
         difference = shared_difference
     else:
-        is_prefill = BODIES[variant.body].family is Family.PREFILL
-        difference = prefill_difference if is_prefill else decode_difference
+        difference = prefill_difference if variant.body in PREFILL_BODIES else decode_difference
     return outcome_of(lambda: difference(variant))
 
 
@@ -211,7 +211,7 @@ def checked(variant: Variant) -> CheckResult:
         with warn_when_compiling():
             result = _results[variant] = self_check(variant)
         if not result.ok:
-            kernels.switch_off(variant, result.reason)
+            kernels.switched_off[variant] = result.reason
             warnings.warn(f"mlx_paged: {variant} failed its self-check and is off: {result.reason}", stacklevel=2)
     return _results[variant]
 
@@ -226,7 +226,7 @@ def summary() -> str:
 def texts_of(variant: Variant) -> list[tuple[str, Constants]]:
     """Return (body, constants) of the texts that a variant's check, pool and steps launch on CUDA."""
     texts = _pool_texts_of(variant)
-    if BODIES[variant.body].family is Family.PREFILL:
+    if variant.body in PREFILL_BODIES:
         return [texts[0], (variant.body, prefill_constants_of(variant, prefill_shape_of(variant)))]
     for partitions in (2, 1):
         texts += spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions).texts(variant)
@@ -408,11 +408,12 @@ class _Rows:
     ) -> tuple[mx.array, mx.array]:
         """Return k, v ``[n_kv_heads, n, dim]`` as quantised pages hold them, dequantised. Raises RuntimeError if the
         rows differ from MLX's. Writes the same rows once more, to run the kernel that writes rows unchanged."""
-        rows, ids = pages.quantize(k[None], v[None]), mx.array(blocks, mx.int32)
-        *got, self._fence = quantized.gather_rows(*self._pools, self._fence, ids, 0, k.shape[1], pages)
+        rows = pages.quantize(k[None], v[None])
+        launch = kernels.prepare_gather(*self._pools, blocks, 0, k.shape[1], pages, stored=True)
+        *got, self._fence = launch(*self._pools, self._fence)
         if not all(mx.array_equal(a, b).item() for a, b in zip(got, rows, strict=True)):
             raise RuntimeError("quantised rows differ from MLX's")
-        self._fence = quantized.write_rows(*self._pools, self._fence, *rows, mx.array(slots, mx.int32), pages)
+        self._fence = kernels.write_rows(*self._pools, self._fence, *rows, mx.array(slots, mx.int32), pages)
         kept_k, kept_v = pages.dequantize(*rows)
         return kept_k.squeeze(0), kept_v.squeeze(0)
 
@@ -454,3 +455,88 @@ def _alike(x: mx.array, y: mx.array, is_exact: bool) -> bool:
 def _extended(x: mx.array, value: float) -> mx.array:
     """Return x with two more rows of a value."""
     return mx.concatenate([x, mx.full((2, *x.shape[1:]), value, x.dtype)])
+
+
+class Blocks(NamedTuple):
+    """Blocks of some sequences, in random order.
+
+    Attributes:
+        ids: block ids of each sequence.
+        slots: the slot of each token, sequence after sequence.
+    """
+
+    ids: list[list[int]]
+    slots: list[int]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], block: int, seed: int, first: int = 1) -> Blocks:
+        """Return blocks for sequences of these lengths; their ids begin at ``first``."""
+        used = [-(-n // block) for n in lengths]
+        # In Python, here and below: on CUDA, MLX would have to compile kernels to index an array.
+        order = random.Random(seed).sample(range(first, first + sum(used)), sum(used))
+        ids, slots = [], []
+        for n, count in zip(lengths, used, strict=True):
+            own, order = order[:count], order[count:]
+            ids.append(own)
+            slots += [own[t // block] * block + t % block for t in range(n)]
+        return cls(ids, slots)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of all sequences."""
+        return sum(map(len, self.ids))
+
+    def tables(self, multiple: int = 1) -> list[list[int]]:
+        """Return block tables whose width is a multiple of ``multiple``, with 0 where a sequence has no block."""
+        width = -(-max(map(len, self.ids)) // multiple) * multiple
+        return [[*own, *[0] * (width - len(own))] for own in self.ids]
+
+
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+) -> mx.array:
+    """Compute causal attention in float32, without matrix units.
+
+    Args:
+        q: queries of the last tokens, ``[n, n_q_heads, D]``.
+        k, v: keys and values of all tokens, ``[length, n_kv_heads, D]``.
+        scale, softcap, sinks, window: as passed to a kernel.
+
+    Returns:
+        ``[n, n_q_heads, Dv]``.
+    """
+    count, n_q, dim = q.shape
+    length, n_kv, _ = k.shape
+    group = n_q // n_kv
+    positions, own = mx.arange(length), (length - count + mx.arange(count))[:, None]
+    seen = positions <= own
+    if window is not None:
+        seen = mx.logical_and(seen, positions > own - window)
+    q = q.astype(mx.float32).reshape(count, n_kv, group, 1, dim)
+    keys, values = (x.astype(mx.float32).swapaxes(0, 1)[:, None] for x in (k, v))
+    logits = None if sinks is None else mx.broadcast_to(sinks.reshape(n_kv, group, 1), (count, n_kv, group, 1))
+    step, heads = max(1, _MOST // (count * n_kv * length * dim)), []
+    for first in range(0, group, step):
+        scores = (q[:, :, first : first + step] * keys).sum(-1) * scale  # [count, n_kv, step, length]
+        if softcap is not None:
+            scores = softcap * mx.tanh(scores / softcap)
+        scores = mx.where(seen[:, None, None], scores, -float("inf"))
+        if logits is not None:
+            scores = mx.concatenate([logits[:, :, first : first + step], scores], axis=-1)
+        weights = mx.softmax(scores, axis=-1, precise=True)[..., int(sinks is not None) :]
+        heads.append((weights[..., None] * values).sum(-2))
+    return mx.concatenate(heads, axis=2).reshape(count, n_q, -1)
+
+
+def worst_rms(errors: list[mx.array]) -> float:
+    """Return the largest root of mean squared differences. Raises RuntimeError if one is not finite."""
+    rms: Any = mx.sqrt(mx.stack(errors).max()).item()
+    if not rms < float("inf"):
+        raise RuntimeError("the result is not finite")
+    return float(rms)

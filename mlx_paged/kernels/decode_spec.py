@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from .availability import cuda_limits
 from .build import Constants
 from .launch_shape import (
     DTYPES,
@@ -19,8 +20,6 @@ from .launch_shape import (
     latent_run,
     run_length,
 )
-from .limits import cuda_limits
-from .quantized import PageShape
 
 _ALL_TOKENS = 1 << 30  # more than a row has
 
@@ -150,42 +149,24 @@ def _partition_constants(launch_shape: LaunchShape) -> Constants:
 
 def decode_constants_of(variant: Variant, launch_shape: LaunchShape) -> Constants:
     """Return the constants of the decode body that depend on the variant and its launch shape."""
+    simdgroups, keys = ("SG", launch_shape.simdgroups), ("KEYS", launch_shape.keys)
     if variant.body == LATENT_BODIES[1]:
-        return (
-            *variant.constants,
-            ("SG", launch_shape.simdgroups),
-            ("KEYS", launch_shape.keys),
-            ("SINKS", variant.sinks),
-            ("SHARED", launch_shape.latent_bytes(variant.head_dim)),
-            ("GROUPS", launch_shape.groups),
-        )
-    if variant.body in MATRIX_BODIES:
-        return (
-            *variant.constants,
-            ("SG", launch_shape.simdgroups),
-            ("KEYS", launch_shape.keys),
-            ("SOFTCAP", variant.softcap),
-            ("SINKS", variant.sinks),
-            *_partition_constants(launch_shape),
-            *_page_constants(variant.pages),
+        shared = ("SHARED", launch_shape.latent_bytes(variant.head_dim))
+        return (*variant.constants, simdgroups, keys, ("SINKS", variant.sinks), shared, ("GROUPS", launch_shape.groups))
+    own: Constants = (simdgroups, keys)
+    if variant.body not in MATRIX_BODIES:
+        own = (
+            *(("HS", launch_shape.head_split), ("HR", launch_shape.head_round), simdgroups),
+            *(("LPT", launch_shape.lanes), ("VEC", launch_shape.vec), ("U", launch_shape.unroll)),
         )
     return (
         *variant.constants,
-        ("HS", launch_shape.head_split),
-        ("HR", launch_shape.head_round),
-        ("SG", launch_shape.simdgroups),
-        ("LPT", launch_shape.lanes),
-        ("VEC", launch_shape.vec),
-        ("U", launch_shape.unroll),
+        *own,
         ("SOFTCAP", variant.softcap),
         ("SINKS", variant.sinks),
         *_partition_constants(launch_shape),
-        *_page_constants(variant.pages),
+        *(() if variant.pages is None else variant.pages.constants),
     )
-
-
-def _page_constants(pages: PageShape | None) -> Constants:
-    return () if pages is None else pages.constants
 
 
 def pool_constants_of(dtype: mx.Dtype, head_dim: int, value_dim: int, block_size: int) -> Constants:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .availability import device_unsupported_reason
-from .build import KernelText, backend, build_kernel
+from .availability import backend, device_unsupported_reason
+from .build import KernelText, build_kernel
 from .check import check_and_warn, outcome_of
 
 WIDTH = 8  # numbers per row in each array: on Metal, an array of fewer elements makes another text

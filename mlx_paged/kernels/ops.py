@@ -5,19 +5,19 @@ donates nor copies them. A one-element uint32 fence orders their uses: every fun
 layer's latest fence and returns the next one, so MLX sees each read and write as a link of one chain.
 No stock MLX op may read or write such a pool.
 
-Pools of quantised pages (``pages`` gives their form) are uint32 and have kernels of their own (quantized.py).
+Pools of quantised pages (``pages`` gives their form) are uint32 and have kernels of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from . import quantized
-from .build import Constants, Launch, NoKernelError, backend, build_kernel, gpu_cores, prepared
+from .availability import backend, cuda_limits, gpu_cores
+from .build import Constants, Launch, NoKernelError, build_kernel, prepared
 from .decode_spec import Counters, params_of, pool_constants_of, spec_of
 from .launch_shape import (
     LATENT_BODIES,
@@ -35,8 +35,7 @@ from .launch_shape import (
     unsupported,
     unsupported_matrix,
 )
-from .limits import cuda_limits
-from .quantized import PageShape
+from .quantized import PageShape, page_constants, row_constants
 from .shared_runs import FEWEST_ROWS
 
 MAX_LATENT_HEADS = 256
@@ -153,17 +152,7 @@ def shared_variant_of(variant: Variant) -> Variant | None:
     return shared if shape.rows >= FEWEST_ROWS and cuda_limits().groups_together(needed) else None
 
 
-_switched_off: dict[Variant, str] = {}
-
-
-def switch_off(variant: Variant, reason: str) -> None:
-    """Never use this variant again in this process."""
-    _switched_off[variant] = reason
-
-
-def why_off(variant: Variant) -> str | None:
-    """Return why a variant is off, or None."""
-    return _switched_off.get(variant)
+switched_off: dict[Variant, str] = {}  # variants that this process must not use again, and why
 
 
 class DecodeLaunch(NamedTuple):
@@ -264,8 +253,8 @@ def prepare_decode(
     batch, q_len = visible[1].shape
     reasons = []
     for choice in choices:
-        if choice in _switched_off and variant is None:
-            reasons.append(_switched_off[choice])
+        if choice in switched_off and variant is None:
+            reasons.append(switched_off[choice])
             continue
         own = launch_shape or shape_for(choice, gpu_cores())
         seen = reach if max_visible is None else min(reach, max_visible + own.alignment - 1)
@@ -283,9 +272,21 @@ def prepare_decode(
     raise NoKernelError("; ".join(reasons) or "no decode kernel is available for this geometry")
 
 
-def _pool_constants(k_pool: mx.array, v_pool: mx.array) -> Constants:
-    dtype, _, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool)
-    return pool_constants_of(dtype, head_dim, value_dim, block_size)
+# Kernels that write and gather: of a pool that is not quantised, of quantised pages, and of their rows as they are.
+_WRITES = ("write_slots", "quantized_write", "write_rows")
+_GATHERS = ("gather_blocks", "quantized_gather", "gather_rows")
+
+
+def _pool_text(
+    bodies: tuple[str, str, str], k_pool: mx.array, v_pool: mx.array, pages: PageShape | None, stored: bool
+) -> tuple[str, Constants]:
+    """Return the body and the constants of a kernel that writes or gathers."""
+    block_size = k_pool.shape[2]
+    if pages is None:
+        return bodies[0], pool_constants_of(k_pool.dtype, k_pool.shape[3], v_pool.shape[3], block_size)
+    if stored:
+        return bodies[2], row_constants(pages, block_size)
+    return bodies[1], page_constants(pages, block_size)
 
 
 class WriteLaunch(NamedTuple):
@@ -300,7 +301,9 @@ class WriteLaunch(NamedTuple):
         return self.launch([k_pool, v_pool, fence, k, v, self.slots])[0]
 
 
-def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: PageShape | None = None) -> WriteLaunch:
+def prepare_write(
+    k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: PageShape | None = None, *, stored: bool = False
+) -> WriteLaunch:
     """Prepare a launch that scatters rows of keys and values into pools of this geometry, in place.
 
     Args:
@@ -308,12 +311,39 @@ def prepare_write(k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: Pa
             position i of sequence b; a negative slot is skipped. Two rows must not share a slot of a block that anyone
             reads.
         pages: form of a pool of quantised pages.
+        stored: the rows are quantised, uint32 ``[B, n_kv_heads, length, num_words]``, and written unchanged.
     """
-    body, constants, parts = "write_slots", _pool_constants(k_pool, v_pool), 1
-    if pages is not None:
-        body, constants, parts = "quantized_write", quantized.page_constants(pages, k_pool.shape[2]), len(pages)
-    kernel = build_kernel(body, (*constants, ("S", slots.dtype)))
-    return WriteLaunch(prepared(kernel, quantized.write_options(slots, k_pool.shape[1], parts)), slots)
+    body, constants = _pool_text(_WRITES, k_pool, v_pool, pages, stored)
+    heads = k_pool.shape[1]
+    simdgroups = slots.size * heads * (1 if pages is None else 2)  # of pages, keys and values have their own
+    options = {
+        "grid": (simdgroups * 32, 1, 1),
+        "threadgroup": (next(n for n in (8, 4, 2, 1) if heads % n == 0) * 32, 1, 1),
+        "output_shapes": [(1,)],
+        "output_dtypes": [mx.uint32],
+    }
+    return WriteLaunch(prepared(build_kernel(body, (*constants, ("S", slots.dtype))), options), slots)
+
+
+def write_rows(
+    k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array, slots: mx.array, pages: PageShape
+) -> mx.array:
+    """Scatter quantised rows into pages unchanged (see :func:`prepare_write`). Returns the next fence.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    batch, _, length, _ = k.shape
+    for x, pool in ((k, k_pool), (v, v_pool)):
+        if x.shape != (batch, pool.shape[1], length, pool.shape[3]) or x.dtype != mx.uint32:
+            raise ValueError(f"rows {x.dtype} x {x.shape} do not fit pages {pool.shape}")
+    if slots.shape != (batch * length,) or slots.dtype not in (mx.int32, mx.int64):
+        raise ValueError(f"rows {k.shape} and slots {slots.dtype} x {slots.shape} do not agree")
+    return prepare_write(k_pool, v_pool, slots, pages, stored=True)(k_pool, v_pool, fence, k, v)
+
+
+# Takes pools of keys and of values, and their fence. Returns keys, values, and the next fence.
+GatherLaunch = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array, mx.array]]
 
 
 def prepare_gather(
@@ -323,12 +353,15 @@ def prepare_gather(
     start: int,
     length: int,
     pages: PageShape | None = None,
-) -> quantized.GatherLaunch:
+    *,
+    stored: bool = False,
+) -> GatherLaunch:
     """Prepare a launch that copies positions ``start .. start + length - 1`` of one block table out of the pool.
 
     Args:
         block_ids: ids ``[n]`` by absolute position.
         pages: form of a pool of quantised pages, which are dequantised as ``mx.dequantize`` does on this device.
+        stored: they are not dequantised: rows are uint32 ``[1, n_kv_heads, length, num_words]``.
 
     Returns:
         A function of (k_pool, v_pool, fence) that returns k ``[1, n_kv_heads, length, head_dim]``, v, and the next
@@ -338,15 +371,21 @@ def prepare_gather(
         ValueError: the range is empty or exceeds the table.
     """
     ids = block_ids.astype(mx.int32) if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
-    if pages is not None:
-        constants, outputs = (
-            quantized.page_constants(pages, k_pool.shape[2]),
-            [(form.dim, pages.dtype) for form in pages],
-        )
-        return quantized.gather_launch("quantized_gather", constants, k_pool, ids, start, length, outputs, 4, 2)
-    outputs = [(pool.shape[3], pool.dtype) for pool in (k_pool, v_pool)]
-    constants = _pool_constants(k_pool, v_pool)
-    return quantized.gather_launch("gather_blocks", constants, k_pool, ids, start, length, outputs, 4, 1)
+    _, heads, block_size, _ = k_pool.shape
+    if start < 0 or length < 1 or start + length > ids.size * block_size:
+        raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
+    body, constants = _pool_text(_GATHERS, k_pool, v_pool, pages, stored)
+    known = dict(constants)
+    sizes, dtype = (known["D"], known["DV"]), known["T"]
+    threads = length * (max(sizes) // (1 if stored else 4))  # a thread copies a word, or a packet of 4 elements
+    options = {
+        "grid": (_round_up(threads, 256), heads, 1 if pages is None else 2),
+        "threadgroup": (256, 1, 1),
+        "output_shapes": [*((1, heads, length, size) for size in sizes), (1,)],
+        "output_dtypes": [dtype, dtype, mx.uint32],
+    }
+    launch, span = prepared(build_kernel(body, constants), options), mx.array([start, length], mx.int32)
+    return lambda k_pool, v_pool, fence: tuple(launch([k_pool, v_pool, fence, ids, span]))  # type: ignore[return-value]
 
 
 def copy_blocks(

@@ -14,13 +14,12 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from . import ops
-from .build import Constants, Launch, NoKernelError, backend, build_kernel, prepared
+from .availability import backend, cuda_limits
+from .build import Constants, Launch, NoKernelError, build_kernel, prepared
 from .launch_shape import MAX_TENSOR_HEAD_DIM, Variant, unsupported
-from .limits import cuda_limits
 from .quantized import PageShape
 
-BODY = "paged_prefill_tensor"
-QUANTIZED_BODY = "quantized_prefill_tensor"
+BODIES = BODY, QUANTIZED_BODY = "paged_prefill_tensor", "quantized_prefill_tensor"
 # No window: more than any position.
 _NO_WINDOW = 1 << 30
 _PADDING = 8  # extra elements of a row in shared memory
@@ -103,20 +102,6 @@ def prefill_variants_of(
         return ()
     body = BODY if pages is None else QUANTIZED_BODY
     return (Variant(body, "cuda", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages),)
-
-
-def prefill_variants(
-    k_pool: mx.array,
-    v_pool: mx.array,
-    n_q_heads: int,
-    *,
-    softcap: bool = False,
-    sinks: bool = False,
-    pages: PageShape | None = None,
-) -> tuple[Variant, ...]:
-    """Return :func:`prefill_variants_of` for queries over this pool."""
-    dtype, n_kv_heads, block_size, head_dim, value_dim = ops.geometry_of(k_pool, v_pool, pages)
-    return prefill_variants_of(dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap, sinks, pages)
 
 
 def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:
@@ -240,8 +225,10 @@ def prepare_prefill(
         ValueError: shapes are not supported, or do not agree.
         NoKernelError: no GPU, or the variant is off.
     """
-    dtype, _, block_size, _, value_dim = ops.geometry_of(k_pool, v_pool, pages)
-    choices = prefill_variants(k_pool, v_pool, n_q_heads, softcap=softcap is not None, sinks=sinks, pages=pages)
+    dtype, n_kv_heads, block_size, head_dim, value_dim = ops.geometry_of(k_pool, v_pool, pages)
+    choices = prefill_variants_of(
+        dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks, pages
+    )
     _check_pack(tables, counts, lengths, block_size, scale)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
@@ -251,8 +238,8 @@ def prepare_prefill(
         variant = choices[0] if choices else None
         if variant is None:
             raise NoKernelError("no prefill kernel supports these pages on this GPU")
-        if (reason := ops.why_off(variant)) is not None:
-            raise NoKernelError(reason)
+        if variant in ops.switched_off:
+            raise NoKernelError(ops.switched_off[variant])
     own = launch_shape or shape_of(variant)
     constants = prefill_constants_of(variant, own)
     tiles = tiles_of(counts, lengths, own.rows // variant.gqa, window)

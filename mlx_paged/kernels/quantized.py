@@ -1,13 +1,13 @@
-"""Quantised pages: their rows, how values are packed and rotated, and the kernels that write, gather and copy them."""
+"""Quantised pages: their rows, how values are packed and rotated, and constants of the kernels that write and gather
+them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .build import Constants, build_kernel, prepared
+from .build import Constants
 
 
 def rotate(x: mx.array) -> mx.array:
@@ -130,12 +130,6 @@ class PageShape(NamedTuple):
         """Constants of a text for such pages, besides T, D and DV."""
         return (("KBITS", self.k.bits), ("VBITS", self.v.bits), ("GS", self.k.group_size))
 
-    @property
-    def row_constants(self) -> tuple[tuple[str, Any], ...]:
-        """Constants of a text that moves rows unchanged: words of a row, and words of its codes."""
-        words = (("T", mx.uint32), ("D", self.k.num_words), ("DV", self.v.num_words))
-        return (*words, ("KC", self.k.code_words), ("VC", self.v.code_words))
-
     def quantize(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         """Return rows ``[..., num_words]`` of keys and values, quantised by MLX."""
         return self.k.quantize(k), self.v.quantize(v)
@@ -167,28 +161,15 @@ def new_blocks(
     return mx.full((*shape, pages.k.num_words), word, mx.uint32), mx.full((*shape, pages.v.num_words), word, mx.uint32)
 
 
-_PARTS = 2  # keys and values
-
-
-def write_options(slots: mx.array, heads: int, parts: int = 1) -> dict[str, Any]:
-    """Return the options of a launch that writes a row for each slot and head, with ``parts`` simdgroups per row."""
-    group = next(n for n in (8, 4, 2, 1) if heads % n == 0)
-    return {
-        "grid": (slots.size * heads * parts * 32, 1, 1),
-        "threadgroup": (group * 32, 1, 1),
-        "output_shapes": [(1,)],
-        "output_dtypes": [mx.uint32],
-    }
-
-
 def page_constants(pages: PageShape, block_size: int) -> Constants:
     """Return constants of the kernels that quantise and dequantise."""
     return (("T", pages.dtype), ("D", pages.k.dim), ("DV", pages.v.dim), ("BS", block_size), *pages.constants)
 
 
 def row_constants(pages: PageShape, block_size: int) -> Constants:
-    """Return constants of the kernels that move rows."""
-    return (*pages.row_constants, ("BS", block_size))
+    """Return constants of the kernels that move rows unchanged: words of a row, and words of its codes."""
+    words = (("T", mx.uint32), ("D", pages.k.num_words), ("DV", pages.v.num_words))
+    return (*words, ("KC", pages.k.code_words), ("VC", pages.v.code_words), ("BS", block_size))
 
 
 def texts_of(pages: PageShape, block_size: int) -> list[tuple[str, Constants]]:
@@ -196,81 +177,3 @@ def texts_of(pages: PageShape, block_size: int) -> list[tuple[str, Constants]]:
     values, rows, slots = page_constants(pages, block_size), row_constants(pages, block_size), ("S", mx.int32)
     texts = [("quantized_write", (*values, slots)), ("quantized_gather", values)]
     return [*texts, ("write_rows", (*rows, slots)), ("gather_rows", rows)]
-
-
-def write_rows(
-    k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array, slots: mx.array, pages: PageShape
-) -> mx.array:
-    """Scatter rows, uint32 ``[B, n_kv_heads, length, num_words]``, into pages unchanged. Returns the next fence.
-
-    Args:
-        slots: the slot of each row, as in :func:`.ops.prepare_write`.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
-    """
-    batch, heads, length = k.shape[:3]
-    for x, pool in ((k, k_pool), (v, v_pool)):
-        if x.shape != (batch, pool.shape[1], length, pool.shape[3]) or x.dtype != mx.uint32:
-            raise ValueError(f"rows {x.dtype} x {x.shape} do not fit pages {pool.shape}")
-    if slots.shape != (batch * length,) or slots.dtype not in (mx.int32, mx.int64):
-        raise ValueError(f"rows {k.shape} and slots {slots.dtype} x {slots.shape} do not agree")
-    kernel = build_kernel("write_rows", (*row_constants(pages, k_pool.shape[2]), ("S", slots.dtype)))
-    return kernel(inputs=[k_pool, v_pool, fence, k, v, slots], **write_options(slots, heads, _PARTS))[0]
-
-
-def gather_rows(
-    k_pool: mx.array, v_pool: mx.array, fence: mx.array, ids: mx.array, start: int, length: int, pages: PageShape
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the rows of keys and of values, uint32 ``[1, n_kv_heads, length, num_words]``, at positions ``start ..
-    start + length - 1`` of one block table, as the pages hold them; and the next fence.
-
-    Args:
-        ids: block ids, int32 ``[n]``, by absolute position.
-
-    Raises:
-        ValueError: the range is empty or exceeds the table.
-    """
-    outputs = [(form.num_words, mx.uint32) for form in pages]
-    constants = row_constants(pages, k_pool.shape[2])
-    launch = gather_launch("gather_rows", constants, k_pool, ids, start, length, outputs, 1, _PARTS)
-    return launch(k_pool, v_pool, fence)
-
-
-# Takes pools of keys and of values, and their fence. Returns keys, values, and the next fence.
-GatherLaunch = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array, mx.array]]
-
-
-def gather_launch(
-    body: str,
-    constants: Constants,
-    k_pool: mx.array,
-    ids: mx.array,
-    start: int,
-    length: int,
-    outputs: list[tuple[int, mx.Dtype]],
-    elements: int,
-    parts: int,
-) -> GatherLaunch:
-    """Prepare a launch of a gather over pools of this geometry.
-
-    Args:
-        outputs: elements of a token and head, and their dtype, of keys and of values.
-        elements: how many of them a thread copies.
-        parts: 2 if keys and values have threads of their own.
-
-    Raises:
-        ValueError: the range is empty or exceeds the table.
-    """
-    _, heads, block_size, _ = k_pool.shape
-    if start < 0 or length < 1 or start + length > ids.size * block_size:
-        raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
-    threads = length * (max(size for size, _ in outputs) // elements)
-    options = {
-        "grid": (-(-threads // 256) * 256, heads, parts),
-        "threadgroup": (256, 1, 1),
-        "output_shapes": [*((1, heads, length, size) for size, _ in outputs), (1,)],
-        "output_dtypes": [*(dtype for _, dtype in outputs), mx.uint32],
-    }
-    launch, span = prepared(build_kernel(body, constants), options), mx.array([start, length], mx.int32)
-    return lambda k_pool, v_pool, fence: tuple(launch([k_pool, v_pool, fence, ids, span]))  # type: ignore[return-value]

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .availability import cuda_limits
 from .launch_shape import LaunchShape, Variant, shape_for
-from .limits import cuda_limits
 
 HEADER = 2  # integers at the start of an item: partition, number of rows; the rows' places in the batch follow
 

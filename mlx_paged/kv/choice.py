@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 
@@ -12,9 +11,8 @@ from ..errors import BlocksUnavailableError, KernelUnavailableError, check_devic
 from ..kernels import availability
 from ..kernels import ops as kernels
 from ..kernels.check import checked
-from ..kernels.launch_shape import Variant, unsupported
-from ..kernels.ops import latent_variants_of, unsupported_latent
-from ..kernels.prefill import prefill_variants_of, unsupported_prefill
+from ..kernels.launch_shape import Variant
+from ..kernels.prefill import prefill_variants_of
 from ..kernels.quantized import rotate
 from .attention_params import QueryHeads
 from .block_table import BlockTable
@@ -27,32 +25,34 @@ from .new_tokens import NewTokens
 
 def kernel_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     """Return why the decode kernel cannot serve these blocks and queries, or None. The first call self-checks it."""
-    parts: tuple[Any, ...] = unsupported, kernels.variants_of
-    if heads.latent:
-        parts = unsupported_latent, latent_variants_of
-    return availability.device_unsupported_reason() or _variant_unsupported_reason(geometry, block_size, heads, *parts)
+    variants_of = kernels.latent_variants_of if heads.latent else kernels.variants_of
+    return _variant_unsupported_reason(geometry, block_size, heads, variants_of)
+
+
+def prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
+    """Return why the prefill kernel cannot serve these blocks and queries, or None. The first call self-checks it."""
+    if availability.on_metal():
+        return "on Metal prompts take MLX's attention"
+    return _variant_unsupported_reason(geometry, block_size, heads, prefill_variants_of)
 
 
 def _variant_unsupported_reason(
-    geometry: Geometry,
-    block_size: int,
-    heads: QueryHeads,
-    unsupported_reason: Callable[..., str | None],
-    variants_of: Callable[..., Sequence[Variant]],
+    geometry: Geometry, block_size: int, heads: QueryHeads, variants_of: Callable[..., Sequence[Variant]]
 ) -> str | None:
     """Return why no variant of a kernel serves these, or None. Checks variants, fastest first, until one passes."""
     num_kv_heads, k_dim, v_dim, dtype, _ = geometry
     pages = pages_of(geometry)
-    gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
-    if rest:
-        return f"{heads.num_q_heads} query heads are not a multiple of {num_kv_heads} KV heads"
-    why = unsupported_reason(dtype, k_dim, v_dim, gqa, block_size)
-    if why:
+    why = availability.device_unsupported_reason()
+    if why is not None:
         return why
+    try:
+        variants = variants_of(
+            dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks, pages
+        )
+    except ValueError as error:
+        return str(error)
     reasons = []
-    for variant in variants_of(
-        dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks, pages
-    ):
+    for variant in variants:
         result = checked(variant)
         if result.ok:
             return None
@@ -60,15 +60,6 @@ def _variant_unsupported_reason(
     if not reasons:
         return f"no kernel for head size {k_dim} (pages: {pages or 'not quantised'}) fits this GPU"
     return f"the kernel failed its self-check: {'; '.join(reasons)}"
-
-
-def prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
-    """Return why the prefill kernel cannot serve these blocks and queries, or None. The first call self-checks it."""
-    if availability.on_metal():
-        return "on Metal prompts take MLX's attention"
-    return availability.device_unsupported_reason() or _variant_unsupported_reason(
-        geometry, block_size, heads, unsupported_prefill, prefill_variants_of
-    )
 
 
 def host_blocks(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> BlocksChoice:

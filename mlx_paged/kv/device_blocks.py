@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels import ops as kernels
-from ..kernels import quantized
 from ..kernels.build import NoKernelError
 from ..kernels.check import checked
 from ..kernels.launch_shape import MAX_QUERY_LENGTH, unsupported
@@ -119,7 +118,7 @@ class DeviceBlocks:
     def write(self, tokens: NewTokens, k: mx.array, v: mx.array, *, stored: bool = False) -> None:
         """Write new tokens; see :meth:`Blocks.write`."""
         if stored and self.pages is not None:
-            self.__fence = quantized.write_rows(
+            self.__fence = kernels.write_rows(
                 self.__keys, self.__values, self.__fence, k, v, tokens.slots(), self.pages
             )
             return
@@ -292,9 +291,9 @@ class DeviceBlocks:
     def gather(self, table: BlockTable, group: int, *, stored: bool = False) -> tuple[mx.array, mx.array]:
         """Return copies of the visible positions, lazily; see :meth:`Blocks.gather`."""
         if stored and self.pages is not None:
-            k, v, self.__fence = quantized.gather_rows(
-                self.__keys, self.__values, self.__fence, *self._range_of(table, group), self.pages
-            )
+            own = self._range_of(table, group)
+            launch = kernels.prepare_gather(self.__keys, self.__values, *own, self.pages, stored=True)
+            k, v, self.__fence = launch(self.__keys, self.__values, self.__fence)
             return k, v
         # Prepared once for all layers; only the latest is kept, as the range changes with each step.
         span, known = (table.starts[group], table.length), table.indices[group].get("gather")

@@ -16,7 +16,7 @@ from mlx.nn.layers import distributed
 
 from ..engine.peers import ALONE, Peers
 from ..errors import ConfigError, KernelUnavailableError
-from ..kernels.build import backend
+from ..kernels.availability import backend
 from ..kv.attention_params import QueryHeads
 from ..kv.blocks import BlocksChoice, ChooseBlocks
 from ..kv.choice import blocks_choice

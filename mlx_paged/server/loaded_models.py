@@ -28,9 +28,10 @@ from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..machine import usable_memory
 from ..patches.cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
-from ..patches.cache.pools import known_pool, pool_of, probe_geometry
+from ..patches.cache.pools import known_pool, pool_of
+from ..patches.cache.prompt_cache import factory_of
 from ..patches.generate.batch_generator import PagedBatchGenerator
-from ..patches.generate.drafting import BudgetShare, known_factory
+from ..patches.generate.drafting import BudgetShare
 from ..patches.patch import fingerprint
 from ..patches.samplers import processors_of, sampler_of
 from ..prefix.disk import DiskTier
@@ -254,11 +255,10 @@ class LoadedModels:
     def _prepare(self, weights: Weights) -> tuple[list[Any], LoadedTexts]:
         """Make the model's pool. Returns a prompt cache over it, and the model's texts."""
         caches = stock_cache.make_prompt_cache(weights.model)
-        probe_geometry(weights.model, caches)
         if weights.separate_draft is not None:
             caches += stock_cache.make_prompt_cache(weights.separate_draft)
         if weights.draft_model is not None and weights.is_batchable:
-            own, draft_pool = known_pool(weights.model), known_factory(weights.draft_model).pool
+            own, draft_pool = known_pool(weights.model), factory_of(weights.draft_model, None).pool
             if own is not None and draft_pool is not None:
                 _shares.put(weights.draft_model, BudgetShare(own, draft_pool))
         if isinstance(self.prompt_cache, PagedPromptCache) and (pool := known_pool(weights.model)) is not None:

@@ -179,6 +179,13 @@ class PagedLayerCache(PagedKVCache):
         stock = self.to_stock()
         return stock if isinstance(stock, ChunkedKVCache) else stock.to_quantized(group_size=group_size, bits=bits)
 
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the layer's new keys and values. Returns all of them, gathered only if something reads them."""
+        if keys.shape[0] == 1 or not self.convert_if_batched(keys.shape[0]):
+            return super().update_and_fetch(keys, values)
+        fetched: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)  # self is mlx-lm's own cache now
+        return fetched
+
     @classmethod
     def merge(cls, caches: Sequence[PagedLayerCache]) -> Any:
         """Return mlx-lm's own batch of copies of these caches, which is not paged. Only mlx-lm's batch generator calls
@@ -192,22 +199,3 @@ class PagedLayerCache(PagedKVCache):
             raise PromptCacheError(f"mlx-lm's batch generator does not support {type(stock[0]).__name__}")
         warn_once("batches of mlx-lm's own batch generator are not paged: mlx-lm's own caches are used")
         return stock[0].merge(stock)
-
-
-def mask_rows(value: bool) -> None:
-    """Set whether batches return masks for their rows' lengths, which mlx-lm's own attention needs."""
-    PagedLayerCache.masks_rows = value
-
-
-class SeamLayerCache(PagedLayerCache):
-    """Cache of a layer without an adapter, whose attention calls ``update_and_fetch`` and then mlx-lm's attention
-    function."""
-
-    masks_rows = True
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the layer's new keys and values. Returns all of them, gathered only if something reads them."""
-        if keys.shape[0] == 1 or not self.convert_if_batched(keys.shape[0]):
-            return super().update_and_fetch(keys, values)
-        fetched: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)  # self is mlx-lm's own cache now
-        return fetched

@@ -19,43 +19,37 @@ from ...errors import GeometryError, check_device
 from ...kv.attention_params import AttentionParams, QueryHeads, Window
 from ...kv.geometry import Geometry
 from ...kv.group import LayerGroup
-from ..models.latent import latent_caches_of
 
 PROBE_ROWS = 3
-
-
-class Probed(NamedTuple):
-    """What a probe found out about one layer.
-
-    Attributes:
-        geometry: geometry of its keys and values.
-        heads: query heads that attend over them through the attention function that the seam replaces; None if none do.
-        split_keys: see :class:`LayerGroup`.
-    """
-
-    geometry: Geometry
-    heads: QueryHeads | None
-    split_keys: bool = False
 
 
 class ProbeLayer:
     """A cache with only the interface of a paged one: attention that uses anything else raises.
 
     Attributes:
-        geometry, heads, split_keys: see :class:`Probed`; an adapter sets ``split_keys``.
+        geometry: geometry of the layer's keys and values; None until it has used its cache.
+        heads: query heads that attend over them through an adapter, or through the attention function that the seam
+            replaces; None if none do.
+        adapted: they do through an adapter.
+        split_keys: see :class:`LayerGroup`; set by an adapter.
     """
 
-    __slots__ = ("__weakref__", "_stock", "geometry", "heads", "split_keys")
+    __slots__ = ("__weakref__", "_stock", "adapted", "geometry", "heads", "split_keys")
 
     def __init__(self, stock: Any) -> None:
         self._stock = stock
         self.geometry: Geometry | None = None
         self.heads: QueryHeads | None = None
-        self.split_keys = False
+        self.adapted = self.split_keys = False
 
     @property
     def offset(self) -> int:
         return int(self._stock.offset)
+
+    @property
+    def window(self) -> int | None:
+        window = window_of(self._stock)
+        return None if window is None else window.size
 
     @property
     def start_position(self) -> int:  # AttributeError unless the stock cache has chunks
@@ -65,6 +59,8 @@ class ProbeLayer:
         self._stock.maybe_trim_front()
 
     def make_mask(self, *args: Any, **kwargs: Any) -> mx.array | str | None:
+        if isinstance(self._stock, ChunkedKVCache):  # which has no masks: its model makes them
+            return None
         mask: mx.array | str | None = self._stock.make_mask(*args, **kwargs)
         return mask
 
@@ -73,6 +69,11 @@ class ProbeLayer:
 
     def empty(self) -> bool:
         return bool(self._stock.empty())
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
+        self.update_and_fetch(keys, values)
+        self.heads, self.adapted = params.heads(queries.shape[1]), True
+        return mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self.geometry is not None:
@@ -122,7 +123,7 @@ def probing_pass(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.arra
                     module[name] = value
 
 
-def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -> dict[int, Probed]:
+def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -> dict[int, ProbeLayer]:
     """Return how the candidate layers use their caches, found by a pass of two tokens; a layer that does not use its
     cache is not in the result.
 
@@ -137,11 +138,7 @@ def probe_layers(model: Any, caches: Sequence[Any], candidates: Sequence[int]) -
     for layer in candidates:
         probes[layer] = ProbeLayer(probes[layer])
     probing_pass(model, mx.zeros((1, 2), mx.uint32), with_leaves(caches, probes))
-    return {
-        layer: Probed(probes[layer].geometry, probes[layer].heads, probes[layer].split_keys)
-        for layer in candidates
-        if probes[layer].geometry is not None
-    }
+    return {layer: probes[layer] for layer in candidates if probes[layer].geometry is not None}
 
 
 def probe_rows(model: Any, caches: Sequence[Any]) -> str | None:
@@ -170,8 +167,8 @@ class PagedLayout(NamedTuple):
     Attributes:
         groups: groups of the layers to page; a layer is an index into the model's list of caches, in which each part of
             a composite cache counts as one.
-        geometries: geometry of each group and the query heads that attend over it; empty with adapters.
-        adapted: attention goes through adapters, not through the seam.
+        geometries: geometry of each group and the query heads that attend over it.
+        adapted: all layers are paged, and attention goes through adapters, not through the seam.
         reasons: why other layers keep mlx-lm's own caches, one reason per kind. Layers with states have no reason:
             checkpoints do for them what blocks do elsewhere (budget, shared prefixes, files, batches).
         dtype: dtype of the first layer's weights; after the model's ``set_dtype()`` its caches lie in another pool.
@@ -203,21 +200,20 @@ _layouts: ByModel[dict[tuple[Hashable, ...], PagedLayout]] = ByModel("layouts")
 MAX_LAYOUTS = 8
 
 
-def layout_for(model: Any, stock: Sequence[Any], spare: Sequence[Any], adapted: bool) -> PagedLayout:
+def layout_for(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagedLayout:
     """Return the model's layout. The first call finds it by a forward pass that is built and dropped, and keeps it.
 
     Args:
         stock: mlx-lm's own caches, with composite ones taken apart.
         spare: a second set, composed as the model expects; not usable afterwards.
-        adapted: every layer has an attention adapter.
     """
     dtype = _dtype_of(model)
-    key = (adapted, dtype, *[_kind(cache) for cache in stock])
+    key = (dtype, *[_kind(cache) for cache in stock])
     with _lock:
         layouts = _layouts.get(model)
         if layouts is None:
             layouts = _layouts.put(model, {})
-        layout = layouts.pop(key, None) or (_adapter_layout(stock) if adapted else _seam_layout(model, stock, spare))
+        layout = layouts.pop(key, None) or _new_layout(model, stock, spare)
         layouts[key] = layout = layout._replace(dtype=dtype)
         while len(layouts) > MAX_LAYOUTS:
             del layouts[next(iter(layouts))]
@@ -243,7 +239,7 @@ def why_one_by_one(model: Any, fresh: Sequence[Any]) -> str | None:
         return PADDING_MATTERS[module]
     known = module.startswith("mlx_lm.models.")
     seam = layout is not None and all(heads is not None for _, heads in layout.geometries)
-    if not known and not (seam and all(_seam_can_page(cache) for cache in leaves(fresh))):
+    if not known and not (seam and all(can_be_paged(cache) for cache in leaves(fresh))):
         return "it is not one of mlx-lm's models, so how it treats padding is not known"
     return probe_rows(model, fresh)
 
@@ -263,6 +259,11 @@ def reads_blocks_only(model: Any) -> bool:
     if by_itself and sum(latent_caches_of(module) for _, module in model.named_modules()) != by_itself:
         return False
     return type(model).__module__.startswith("mlx_lm.models.")
+
+
+def latent_caches_of(module: Any) -> int:
+    """Return how many caches a module's latent adapter computes with; 0 without such an adapter."""
+    return getattr(type(module).__call__, "latent_caches", 0)
 
 
 def layout_of(model: Any) -> PagedLayout | None:
@@ -303,34 +304,30 @@ def _kind(cache: Any) -> Hashable:
     return (type(cache), window_of(cache), getattr(cache, "keep", None))
 
 
-def _adapter_layout(stock: Sequence[Any]) -> PagedLayout:
-    by_window: dict[Window | None, list[int]] = {}
-    for layer, cache in enumerate(stock):
-        by_window.setdefault(window_of(cache), []).append(layer)
-    groups = tuple(_group(layers, window, _name(window)) for window, layers in by_window.items())
-    return PagedLayout(groups, (), True, ())
-
-
 def _group(layers: Sequence[int], window: Window | None, name: str, **kind: bool) -> LayerGroup:
     size, stride = (None, 1) if window is None else window
     return LayerGroup(tuple(layers), size, name, stride=stride, **kind)
 
 
-def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagedLayout:
-    reasons = _reasons(stock)
-    candidates = [layer for layer, cache in enumerate(stock) if _seam_can_page(cache)]
-    if not candidates:
-        return PagedLayout((), (), False, reasons)
+def _new_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagedLayout:
+    candidates = [layer for layer, cache in enumerate(stock) if can_be_paged(cache)]
     try:
-        probed = probe_layers(model, spare, candidates)
+        probed = probe_layers(model, spare, candidates) if candidates else {}
     except Exception as error:
         check_device(error)
+        reasons = _reasons([cache for cache in stock if not can_be_paged(cache)])
         return PagedLayout((), (), False, (*reasons, _why_not(error)))
-    unused = [layer for layer in candidates if layer not in probed]
-    if unused:
-        reasons = (*reasons, f"{len(unused)} cache(s) that no attention layer writes to")
+    # Without an adapter, mlx-lm's own code masks chunks by what it knows of mlx-lm's cache.
+    for layer, cache in enumerate(stock):
+        if isinstance(cache, ChunkedKVCache) and not (layer in probed and probed[layer].adapted):
+            candidates.remove(layer)
+            probed.pop(layer, None)
+    reasons = _reasons([cache for layer, cache in enumerate(stock) if layer not in candidates])
+    if unused := len(candidates) - len(probed):
+        reasons = (*reasons, f"{unused} cache(s) that no attention layer writes to")
     by_kind: dict[tuple[Window | None, Geometry, bool], list[int]] = {}
     for layer, found in probed.items():
+        assert found.geometry is not None
         by_kind.setdefault((window_of(stock[layer]), found.geometry, found.split_keys), []).append(layer)
     names = ["index keys" if split else _name(window) for window, _, split in by_kind]
     groups, geometries = [], []
@@ -340,13 +337,14 @@ def _seam_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Page
         latent = any(probed[layer].heads is None for layer in layers)
         groups.append(_group(layers, window, name, latent=latent, split_keys=split))
         geometries.append((geometry, probed[layers[0]].heads))
-    return PagedLayout(tuple(groups), tuple(geometries), False, reasons)
+    adapted = 0 < len(probed) == len(stock) and all(found.adapted for found in probed.values())
+    return PagedLayout(tuple(groups), tuple(geometries), adapted, reasons)
 
 
-def _reasons(stock: Sequence[Any]) -> tuple[str, ...]:
+def _reasons(unpaged: Sequence[Any]) -> tuple[str, ...]:
     kinds: dict[str, None] = {}
-    for cache in stock:
-        if not _seam_can_page(cache) and not isinstance(cache, ArraysCache):
+    for cache in unpaged:
+        if not isinstance(cache, ArraysCache):
             name = type(cache).__name__
             kinds[name + (" that keeps a sequence's first tokens (max_kv_size)" if pinned_in(cache) else "")] = None
     return tuple(f"cache type {kind}" for kind in kinds)
@@ -359,12 +357,6 @@ def _why_not(error: Exception) -> str:
     if isinstance(error, GeometryError):
         return f"caches that hold something other than keys and values ({error})"
     return f"a model whose probe failed ({type(error).__name__}: {error})"
-
-
-def _seam_can_page(cache: Any) -> bool:
-    """Return whether blocks can replace a cache without an adapter; not with chunks: the model's own code masks them by
-    what it knows of mlx-lm's cache."""
-    return can_be_paged(cache) and type(cache) is not ChunkedKVCache
 
 
 def _name(window: Window | None) -> str:

@@ -7,23 +7,18 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock_cache
 
 from ...by_model import ByModel
-from ...cache.paged_kv_cache import PagedKVCache
 from ...config import PagedConfig
 from ...engine.compiled_step import compiled_steps
-from ...engine.request import sequence_of
-from ...kv.attention_params import AttentionParams
 from ...kv.choice import blocks_choice
 from ...kv.geometry import first_keys
 from ...kv.pool import BlockPool
 from ...machine import kv_budget
 from ..sharded import agreed_pool
-from .layer_cache import PagedLayerCache
-from .layout import PagedLayout, probing_pass
+from .layout import PagedLayout
 
 _lock = threading.RLock()
 
@@ -101,7 +96,7 @@ def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig) -> BlockPool
         choose_blocks=choose,
         page_format=config.page_format,
     )
-    known = zip(layout.groups, layout.geometries, strict=False)
+    known = zip(layout.groups, layout.geometries, strict=True)
     # Smallest first: the budget is checked against the groups known so far, and the others are assumed to be like them.
     for group, (geometry, heads) in sorted(known, key=lambda pair: pair[1][0].bytes_per_token()):
         pool.set_geometry(group.layers[0], *first_keys(geometry), batch=1, heads=heads)
@@ -181,22 +176,3 @@ def forget_pools() -> None:
     with _lock:
         _pools.clear()
         _state_pools.clear()
-
-
-class ProbeCache(PagedLayerCache):
-    """A cache that notes the geometry of an attention layer's keys and values, and writes nothing."""
-
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
-        """Note the geometry. Returns zeros."""
-        self.pool.set_geometry(self.layer, keys, values, batch=1, heads=params.heads(queries.shape[1]))
-        return mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
-
-
-def probe_geometry(model: Any, fresh: Sequence[Any]) -> None:
-    """Tell the pool of ``fresh`` caches the size of its blocks before the first prompt, so that the budget can be
-    counted in blocks. Builds a forward pass and drops it uncomputed."""
-    sequence = sequence_of(fresh)
-    if sequence is None or all(group.geometry is not None for group in sequence.pool.groups):
-        return
-    probes = [ProbeCache(sequence, c.layer) if isinstance(c, PagedKVCache) else c for c in fresh]
-    probing_pass(model, mx.zeros((1, 2), mx.uint32), probes)

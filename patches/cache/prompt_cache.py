@@ -19,9 +19,9 @@ from ...kv.pool import BlockPool
 from ...warn import warn_once
 from ..models.model_calls import guard
 from ..patch import replaces
-from .layer_cache import PagedLayerCache, SeamLayerCache
+from .layer_cache import PagedLayerCache
 from .layout import PagedLayout, can_be_paged, layout_for, name_of, window_of
-from .pools import pool_for, probe_geometry
+from .pools import pool_for
 
 
 class CacheFactory:
@@ -61,9 +61,8 @@ class CacheFactory:
             return caches
         parts = leaves(caches)
         sequence = SequenceTables(self.pool)
-        kind = PagedLayerCache if self._layout.adapted else SeamLayerCache
         for layer in self._layout.layers:
-            parts[layer] = kind(sequence, layer)
+            parts[layer] = PagedLayerCache(sequence, layer)
         return with_leaves(caches, parts)
 
 
@@ -87,7 +86,6 @@ def factory_of(
 def make_prompt_cache_patch(
     original: Callable[..., list[Any]],
     config: Callable[[], PagedConfig],
-    adapted: Callable[[Any], bool],
     prepare: Callable[[], None] = lambda: None,
 ) -> Callable[..., list[Any]]:
     """Return the replacement of ``make_prompt_cache``, which pages each layer whose stock cache can be paged.
@@ -95,7 +93,6 @@ def make_prompt_cache_patch(
     Args:
         original: mlx-lm's function.
         config: returns the present configuration.
-        adapted: returns whether a layer's attention has an adapter.
         prepare: called before a model's caches are inspected.
     """
 
@@ -103,15 +100,7 @@ def make_prompt_cache_patch(
         model: Any, max_kv_size: int | None = None, change: Callable[[PagedConfig], PagedConfig] | None = None
     ) -> CacheFactory:
         prepare()
-        caches = original(model, max_kv_size)
-        layers = list(getattr(model, "layers", []))
-        has_adapters = (
-            len(layers) == len(caches)
-            and all(can_be_paged(cache) for cache in caches)
-            and all(adapted(layer) for layer in layers)
-        )
-        parts = leaves(caches)
-        layout = layout_for(model, parts, original(model, max_kv_size), has_adapters)
+        layout = layout_for(model, leaves(original(model, max_kv_size)), original(model, max_kv_size))
         for reason in layout.reasons:
             warn_once(f"not paged in models of type {name_of(model)}: {reason}; mlx-lm's own cache is used")
         if layout.groups:
@@ -227,7 +216,6 @@ def adopt_prompt_cache(model: Any, cache: list[Any], factory: CacheFactory | Non
         kinds = ", ".join(sorted({type(c).__name__ for c in cache}))
         warn_once(f"prompt caches of type {kinds} with these options cannot be paged: mlx-lm's own cache is used")
         return cache
-    probe_geometry(model, fresh)
     for old, new in pairs:
         if window_of(old) != new.sees:
             windows = f"{window_of(old)}, the model's has {new.sees}"
@@ -271,7 +259,7 @@ def check_given(model: Any, given: list[Any], fresh: Sequence[Any], factory: Cac
     sequence = sequence_of(fresh)
     place = 0
     for layer, (whole, fitting) in enumerate(zip(caches, fresh, strict=True)):
-        where = f"layer {layer} ({layer_path(model, layer)}) of the prompt cache"
+        where = f"layer {layer} of the prompt cache"
         if isinstance(whole, CacheList) != isinstance(fitting, CacheList):
             raise PromptCacheError(f"{where} is a {type(whole).__name__}, the model's is a {type(fitting).__name__}")
         for cache, expected in zip(leaves([whole]), leaves([fitting]), strict=True):
@@ -287,16 +275,6 @@ def check_given(model: Any, given: list[Any], fresh: Sequence[Any], factory: Cac
                 raise PromptCacheError(f"{where} is a {kinds}")
             place += 1
     return caches
-
-
-def layer_path(model: Any, layer: int) -> str:
-    """Return the name of a layer in the model, such as ``model.layers.3``."""
-    layers = list(getattr(model, "layers", []))
-    if layer < len(layers):
-        for name, module in model.named_modules():
-            if module is layers[layer]:
-                return str(name)
-    return f"layers.{layer}"
 
 
 def _can_be_paged(cache: Any) -> bool:

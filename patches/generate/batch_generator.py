@@ -15,14 +15,13 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...device import device_errors
 from ...engine.decode_batch import DecodeBatch
 from ...engine.engine import Engine
-from ...engine.request import Request, RequestOptions, sequence_of
+from ...engine.request import Request, RequestOptions
 from ...errors import ConfigError
 from ...kv.lock import HeldLocks
 from ...prefix.prefix_cache import SharedPrefixes
 from ...warn import warn_once
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import name_of, pinned_in, reads_blocks_only, why_one_by_one
-from ..cache.pools import probe_geometry
 from ..cache.prompt_cache import check_given, factory_of
 from ..patch import replaces
 from ..samplers import resolved
@@ -67,14 +66,10 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     ) -> None:
         self._old_wired_limit = None  # close() reads it even if __init__ raises
         self._factory = factory_of(model, options.get("max_kv_size"))  # for all its requests
-        fresh = self._factory()
         super().__init__(model, **options)
         with self._computing():
-            probe_geometry(model, fresh)
-            sequence = sequence_of(fresh)
-            pool = None if sequence is None else sequence.pool
             batch = decode_batch(model, self._factory())
-            proposer = proposer_for(batch, draft_model, num_draft_tokens, pool, draft_prefixes)
+            proposer = proposer_for(batch, draft_model, num_draft_tokens, self._factory.pool, draft_prefixes)
             self._engine = Engine(
                 batch,
                 self._counters,

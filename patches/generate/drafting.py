@@ -22,8 +22,7 @@ from ...kv.memory import UNLIMITED
 from ...kv.pool import BlockPool
 from ...prefix.prefix_cache import PrefixCache, SharedPrefixes
 from ..cache.layout import reads_blocks_only
-from ..cache.pools import probe_geometry
-from ..cache.prompt_cache import CacheFactory, factory_of
+from ..cache.prompt_cache import factory_of
 from ..models.mtp import HiddenCall, MTPHead
 from ..sharded import group_of
 from .upstream import UPSTREAM
@@ -72,13 +71,6 @@ def _divide(pool: BlockPool) -> None:
     whole = min(_whole[each] for each in pools)  # an automatic one leaves room for weights loaded by then
     for each, size in sizes.items():
         each.memory.budget = max(1, int(whole * size / sum(sizes.values())))
-
-
-def known_factory(draft_model: Any) -> CacheFactory:
-    """Return the factory of a draft model's prompt caches, whose pool knows the size of its blocks."""
-    factory = factory_of(draft_model, None)
-    probe_geometry(draft_model, factory())
-    return factory
 
 
 def check_one_proposer(args: argparse.Namespace) -> None:
@@ -151,7 +143,7 @@ def proposer_for(
         raise ConfigError(why_not)
     if not batch.takes_rows:
         raise ConfigError(f"{type(batch.model).__module__} cannot verify drafts: {NO_DRAFTS_REASON}")
-    factory = known_factory(draft_model)
+    factory = factory_of(draft_model, None)
     assert factory.pool is not None
     depth = new_depth()
     proposer: DraftModel

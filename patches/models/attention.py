@@ -13,6 +13,7 @@ from ...cache.batch_cache import PagedBatchKVCache
 from ...kernels.nvidia import projected
 from ...kv.attention_params import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
+from ..cache.layout import ProbeLayer
 from ..patch import replaces
 
 AttentionCall = Callable[..., mx.array]
@@ -51,12 +52,12 @@ def paged_call(
     return adapt
 
 
-def stays_paged(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache]:
-    """Return whether a cache is paged. An empty cache of one sequence that is given several rows is first converted to
-    mlx-lm's own one."""
+def stays_paged(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatchKVCache | ProbeLayer]:
+    """Return whether a cache attends itself: a paged one, or a probe's. An empty cache of one sequence that is given
+    several rows is first converted to mlx-lm's own one."""
     if isinstance(cache, PagedLayerCache):
         return not cache.convert_if_batched(batch)
-    return isinstance(cache, PagedBatchKVCache)
+    return isinstance(cache, PagedBatchKVCache | ProbeLayer)
 
 
 def project_heads(
@@ -131,7 +132,7 @@ def _rotate_gemma3(self: Any, x: mx.array, offset: int | mx.array) -> Sequence[m
 
 
 def _register(model: str, fingerprint: str, adapt: Callable[[AttentionCall], AttentionCall]) -> None:
-    replaces(f"mlx_lm.models.{model}:Attention.__call__", fingerprint, adapts_attention=True)(adapt)
+    replaces(f"mlx_lm.models.{model}:Attention.__call__", fingerprint)(adapt)
 
 
 _register("llama", "75a76f7de7eb3586", paged_call(_rotate_llama))
@@ -140,7 +141,7 @@ _register("gemma2", "4adbbc3cde1384bc", paged_call(_rotate_llama, lambda module:
 _register("gemma3_text", "e9ebcce92c86c40c", paged_call(_rotate_gemma3))
 
 
-@replaces("mlx_lm.models.llama4:Attention.__call__", "ec00d284640b9a07", adapts_attention=True)
+@replaces("mlx_lm.models.llama4:Attention.__call__", "ec00d284640b9a07")
 def adapt_llama4(original: AttentionCall) -> AttentionCall:
     """Replace Llama 4's ``Attention.__call__``. Some layers see only the chunk that a token is in; the others see all
     tokens and are not rotated."""

@@ -97,7 +97,6 @@ def test_decode_of_a_merged_batch_equals_each_row_alone() -> None:
     rows = [sequence(pool, n, seed=n) for n in LENGTHS]
     batch = merged(rows)
     for seed in range(25):
-        assert all(cache.make_mask(1, window_size=cache.window) is None for cache in batch)
         check_decode(pool, batch, rows, seed)
 
 
@@ -176,17 +175,11 @@ def check_fetched(pool: BlockPool, lengths: tuple[int, ...]) -> None:
     pool.check_integrity()
 
 
-class Masking(PagedKVCache):
-    """A cache of a layer whose attention needs array masks."""
-
-    masks_rows = True
-
-
 @pytest.mark.parametrize(("lengths", "is_masked"), [((9, 9), False), ((30,), False), ((9, 10), True)])
 def test_rows_of_one_length_need_no_mask(lengths: tuple[int, ...], is_masked: bool) -> None:
     pool = pool_of()
     tables = merged([sequence(pool, n) for n in lengths])[0].batch
-    cache = PagedBatchKVCache(tables, 0, Masking)
+    cache = PagedBatchKVCache(tables, 0)
     reserve([cache])
     assert (cache.make_mask(1) is not None) == is_masked
     assert cache.make_mask(1, return_array=True).shape[0] == len(lengths)

@@ -24,7 +24,7 @@ from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches import registry
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
-from mlx_paged.patches.cache.pools import prefix_pool_of, probe_geometry
+from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.cache.prompt_cache import factory_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.disk import DiskTier
@@ -222,7 +222,6 @@ def _least_budget(case: Case) -> int | None:
     pool = mlx_paged.pool_of(model)
     if pool is None or case.max_kv_size is not None:
         return None
-    probe_geometry(model, caches)
     tree = None if case.prefixes == "none" else PrefixCache(pool)  # with it, a sequence takes a block more per group
     assert pool.holders() == ([] if tree is None else [tree])
     has_states = not all(isinstance(cache, PagedKVCache) for cache in leaves(caches))

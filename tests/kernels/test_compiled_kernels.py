@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.cuda import compiled, narrow_matmul
+from mlx_paged.cuda import cubins as compiled
+from mlx_paged.cuda import narrow_matmul
 from mlx_paged.cuda.cubins import CubinFolder, Cubins
 from mlx_paged.cuda.launch import CompiledKernel, Source, short_name
 from mlx_paged.kernels import build, check, draw_rows

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import limits as device
+from mlx_paged.kernels import availability as device
 from mlx_paged.kernels import ops, prefill
+from mlx_paged.kernels.availability import HOPPER, CudaLimits, cuda_limits
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import LATENT_BODIES, latent_run, run_length, shape_for
-from mlx_paged.kernels.limits import HOPPER, CudaLimits, cuda_limits
 
 # Multiprocessors, opt-in shared memory per group, and that per multiprocessor; from NVIDIA's tables.
 A100 = CudaLimits(108, 166_912, 167_936)

@@ -103,13 +103,18 @@ def test_wrong_kernels_are_found(plant: Callable[..., None], wrap: Callable[[Lau
 
 
 def test_rows_unlike_mlxs_quantisation_are_found(plant: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = quantized.gather_rows
+    prepare = kernels.prepare_gather
 
-    def other(*args: Any) -> tuple[mx.array, ...]:
-        k, v, fence = gather(*args)
-        return k, v + (mx.arange(v.shape[3]) == 3), fence
+    def other(*args: Any, stored: bool = False) -> Callable[..., tuple[mx.array, ...]]:
+        launch = prepare(*args, stored=stored)
 
-    monkeypatch.setattr(quantized, "gather_rows", other)
+        def gather(*pools: mx.array) -> tuple[mx.array, ...]:
+            k, v, fence = launch(*pools)
+            return k, v + (mx.arange(v.shape[3]) == 3) * stored, fence
+
+        return gather
+
+    monkeypatch.setattr(kernels, "prepare_gather", other)
     result = self_check(VARIANT._replace(body="quantized_decode", pages=PAGES))
     assert not result.ok and "quantised rows differ from MLX's" in result.reason
 
@@ -144,7 +149,7 @@ class Texts:
 
 @contextmanager
 def built_by(texts: Texts) -> Iterator[None]:
-    with mock.patch.object(kernels, "build_kernel", texts), mock.patch.object(quantized, "build_kernel", texts):
+    with mock.patch.object(kernels, "build_kernel", texts):
         yield
 
 
@@ -192,8 +197,10 @@ def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool, pages: Pa
             if pages is not None:
                 slots = mx.arange(rows, dtype=mx.int32)
                 moved = [mx.zeros((rows, n_kv_heads, 1, form.num_words), mx.uint32) for form in pages]
-                quantized.gather_rows(k_pool, v_pool, kernels.new_fence(), slots, 0, 1, pages)
-                quantized.write_rows(k_pool, v_pool, kernels.new_fence(), *moved, slots, pages)
+                kernels.prepare_gather(k_pool, v_pool, slots, 0, 1, pages, stored=True)(
+                    k_pool, v_pool, kernels.new_fence()
+                )
+                kernels.write_rows(k_pool, v_pool, kernels.new_fence(), *moved, slots, pages)
     moved_by = (
         {"write_slots", "gather_blocks"} if pages is None else {body for body, _ in quantized.texts_of(pages, 32)}
     )

@@ -10,7 +10,6 @@ import pytest
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import count_partitions, shape_for
 from mlx_paged.kernels.ops import latent_variants_of
@@ -263,8 +262,8 @@ def test_random_schedules_equal_sequential_runs(bits):
             kind = rng.choice(["write", "rows", "copy", "read", "append", "gather"])
             slots = mx.array(rng.sample(range(16, 9 * 16), 3), mx.int32)
             if kind == "rows" and pages is not None:
-                *rows, fence = quantized.gather_rows(k, v, fence, mx.array([3, 1], mx.int32), 5, 3, pages)
-                fence = quantized.write_rows(k, v, fence, *rows, slots, pages)
+                *rows, fence = kernels.prepare_gather(k, v, [3, 1], 5, 3, pages, stored=True)(k, v, fence)
+                fence = kernels.write_rows(k, v, fence, *rows, slots, pages)
             elif kind in ("write", "rows"):
                 new = [mx.random.normal((3, 2, 64)).astype(mx.bfloat16) for _ in "kv"]
                 fence = write_slots(k, v, fence, *new, slots, pages)

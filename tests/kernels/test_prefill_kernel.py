@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops, prefill
-from mlx_paged.kernels.build import backend
+from mlx_paged.kernels.availability import backend
 from mlx_paged.kernels.check import checked, self_check
 from mlx_paged.kernels.launch_shape import BLOCK_SIZES, Variant
 from mlx_paged.kernels.prefill import (

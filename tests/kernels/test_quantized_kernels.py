@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels import build, quantized
+from mlx_paged.kernels import build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.quantized import QuantizedRows, new_blocks, rotate
 from scripts.support.paged_decode import gather_blocks, write_slots
@@ -31,7 +31,7 @@ def test_written_rows_equal_mlxs(length: int, dtype: mx.Dtype) -> None:
     pools = new_blocks(count, heads, block, (128, 128), dtype, pages)
     fence = write_slots(*pools, kernels.new_fence(), k, v, mx.array(slots, mx.int32), pages)
     table = mx.array(ids, mx.int32)
-    *rows, fence = quantized.gather_rows(*pools, fence, table, 0, length, pages)
+    *rows, fence = kernels.prepare_gather(*pools, table, 0, length, pages, stored=True)(*pools, fence)
     *read, fence = gather_blocks(*pools, fence, table, 0, length, pages)
     for got, want in zip(rows, pages.quantize(k, v), strict=True):
         assert mx.array_equal(got, want).item()

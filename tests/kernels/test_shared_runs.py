@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops as kernels
+from mlx_paged.kernels.availability import CudaLimits
 from mlx_paged.kernels.launch_shape import SHARED_BODIES, SHARED_BODY, Variant, shape_for
-from mlx_paged.kernels.limits import CudaLimits
 from mlx_paged.kernels.quantized import PageShape
 from mlx_paged.kernels.shared_runs import (
     HEADER,

@@ -174,14 +174,15 @@ def test_inconsistent_arguments_are_refused():
 def test_prefill_needs_cuda_and_a_variant_that_is_on(monkeypatch):
     pack = pack_of([5], [0])
     with emulated():
-        (variant,) = prefill.prefill_variants(pack.k_pool, pack.v_pool, pack.n_q)
+        dim, n_kv, block = pack.k_pool.shape[3], *pack.k_pool.shape[1:3]
+        (variant,) = prefill.prefill_variants_of(pack.k_pool.dtype, dim, dim, pack.n_q, n_kv, block, False, False)
         with monkeypatch.context() as here:  # undone before the emulator is
             here.setattr(prefill, "backend", lambda: None)
             prefill.prefill_variants_of.cache_clear()
             with pytest.raises(prefill.NoKernelError, match="no prefill kernel"):
                 pack.prepare()
         prefill.prefill_variants_of.cache_clear()
-        monkeypatch.setattr(ops, "_switched_off", {variant: "it was wrong"})
+        monkeypatch.setattr(ops, "switched_off", {variant: "it was wrong"})
         with pytest.raises(prefill.NoKernelError, match="it was wrong"):
             pack.prepare()
 

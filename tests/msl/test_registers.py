@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels.build import cores_listed
+from mlx_paged.kernels.availability import cores_listed
 from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import (
     HEAD_DIMS,

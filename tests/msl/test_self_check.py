@@ -11,7 +11,6 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized as page_kernels
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.check import CheckResult, self_check
 from mlx_paged.kernels.launch_shape import MATRIX_BODIES, LaunchShape, Variant
@@ -184,7 +183,7 @@ def texts_of_check(variant: Variant, broken: Seen | None = None) -> tuple[CheckR
 
             return launch
 
-        with mock.patch.object(kernels, "build_kernel", build), mock.patch.object(page_kernels, "build_kernel", build):
+        with mock.patch.object(kernels, "build_kernel", build):
             return self_check(variant), list(dict.fromkeys(seen))
 
 

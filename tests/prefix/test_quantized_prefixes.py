@@ -12,7 +12,6 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache.sequence import SequenceTables
-from mlx_paged.patches.cache.pools import probe_geometry
 from mlx_paged.prefix.disk import DiskTier
 from mlx_paged.prefix.entry import SavedName
 from mlx_paged.prefix.prefix_cache import PrefixCache
@@ -80,7 +79,6 @@ def test_prefix_has_the_same_rows_from_every_source(kind: str, bits: Any, rotate
     mlx_paged.remove_patches()
     configure(bits, kv_rotate=rotate)
     fresh = make_prompt_cache(model)
-    probe_geometry(model, fresh)
     other = fresh[0].pool
     assert other is not pool
     again = PrefixCache(other)

@@ -82,9 +82,7 @@ def batch_over(rows: Sequence[Sequence[Any]]) -> list[Any]:
         finally:
             del failed, batch, parts
     layers = [
-        PagedBatchKVCache(batch, layer[0].layer, type(layer[0]))
-        if isinstance(layer[0], PagedKVCache)
-        else layer[0].merge(list(layer))
+        PagedBatchKVCache(batch, layer[0].layer) if isinstance(layer[0], PagedKVCache) else layer[0].merge(list(layer))
         for layer in zip(*parts, strict=True)
     ]
     return with_leaves(rows[0], layers)

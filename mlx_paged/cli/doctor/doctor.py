@@ -20,8 +20,8 @@ import mlx.core as mx
 from ... import __version__
 from ...config import PagedConfig
 from ...errors import ConfigError
-from ...kernels.availability import device_unsupported_reason
-from ...kernels.build import backend, compiled_by, gpu_cores
+from ...kernels.availability import backend, device_unsupported_reason, gpu_cores
+from ...kernels.build import compiled_by
 from ...kernels.fused_attention import NAX_RELEASE, wheel_release
 from ...kv.geometry import Geometry, PageFormat
 from ..generate import raise_cpu_cache_limit

@@ -15,8 +15,7 @@ from ...attention import gather
 from ...attention.dispatch import Dispatch, attend, last_dispatch
 from ...config import PagedConfig
 from ...errors import PagedCacheError
-from ...kernels.availability import device_unsupported_reason
-from ...kernels.build import backend
+from ...kernels.availability import backend, device_unsupported_reason
 from ...kernels.check import MAX_RMS, CheckResult, self_check
 from ...kernels.ops import variants_of
 from ...kernels.prefill import prefill_variants_of, unsupported_prefill

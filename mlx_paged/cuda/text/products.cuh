@@ -2,7 +2,7 @@
 // depth] of a thread group, a partner of the same shape, the target, the tile (of the target's columns) and finish(column,
 // sum, partner_sum), which makes target[m, n] from the sum over k of x[m, k] matrix[n, k] and, with MATRICES = 2, the sum
 // over k of x[m, k] partner[n, k].
-#if QUANTIZED
+#if PACKED
 const int depth = w_shape[1] / BITS * 32;
 const int groups = scales_shape[1];
 #else
@@ -19,7 +19,7 @@ const int width = which == 0 ? w_shape[0] : which == 1 ? w1_shape[0] : w2_shape[
 T* const target = which == 0 ? out : which == 1 ? out1 : out2;
 const auto* const matrix = which == 0 ? w : which == 1 ? w1 : w2;
 const auto* const partner = matrix;
-#if QUANTIZED
+#if PACKED
 const T* const matrix_scales = which == 0 ? scales : which == 1 ? scales1 : scales2;
 const T* const matrix_biases = which == 0 ? biases : which == 1 ? biases1 : biases2;
 const T* const partner_scales = matrix_scales;
@@ -35,14 +35,14 @@ const auto* const partner = w1;
 #else
 const auto* const partner = w;
 #endif
-#if QUANTIZED
+#if PACKED
 const T* const matrix_scales = scales;
 const T* const matrix_biases = biases;
 #endif
-#if QUANTIZED && GATE
+#if PACKED && GATE
 const T* const partner_scales = scales1;
 const T* const partner_biases = biases1;
-#elif QUANTIZED
+#elif PACKED
 const T* const partner_scales = scales;
 const T* const partner_biases = biases;
 #endif
@@ -98,7 +98,7 @@ UNROLL
 for (int i = 0; i < R * MT * 4; i++) {
   acc[i / (MT * 4)][i / 4 % MT][i % 4] = 0.0f;
 }
-#if QUANTIZED
+#if PACKED
 // Affine-quantised matrices as MLX packs them: values of BITS (4 or 8) bits in 32-bit words, low bits first, and a scale
 // and a bias for each group of 32, 64 or 128 values of a row. A value is scale * q + bias, rounded to T. Each of a row's
 // four lanes has 32 consecutive ones of a warp's 128, all of one group.

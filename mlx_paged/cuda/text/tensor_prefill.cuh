@@ -1,3 +1,37 @@
+#if QUANTIZED
+constexpr unsigned ONES = 0x64006400u;  // with a code in its low bits, 1024 plus the code, as float16
+// Dequantise eight consecutive codes, in one or two words, into pairs in order: scale * code + bias, rounded once to T
+// like mx.dequantize. Words `scale` and `bias` hold their value twice.
+template <class T, int BITS>
+__device__ inline void value_pairs(const unsigned* words, unsigned scale, unsigned bias, unsigned (&pairs)[4]) {
+  constexpr unsigned ONE = is_half<T> ? 0x3c003c00u : 0x3f803f80u;
+  for (int i = 0; i < 4; i++) {
+    unsigned codes;
+    if constexpr (BITS == 4) {
+      // The high code of a byte is at bit 4, or at bit 3 for bfloat16, which has fewer bits.
+      constexpr unsigned MASK = is_half<T> ? 0x00f0000fu : 0x0078000fu;
+      constexpr unsigned EXPONENTS = is_half<T> ? 0x54006400u : 0x41804300u;  // 64 and 1024, 16 and 128
+      constexpr unsigned OFFSETS = is_half<T> ? 0xd400e400u : 0xc180c300u;
+      const unsigned both = __byte_perm(words[0], is_half<T> ? words[0] : words[0] >> 1, 0x4400 + i * 0x1111);
+      codes = fma2<T>(select_bits(both, MASK, EXPONENTS), ONE, OFFSETS);
+    } else if constexpr (is_half<T>) {
+      codes = fma2<T>(__byte_perm(words[i / 2], ONES, i % 2 ? 0x7372 : 0x7170), ONE, 0xe400e400u);
+    } else {
+      // Codes as the low bits of a float of exponent 23.
+      const float low = float_of(__byte_perm(words[i / 2], 0x4b000000u, 0x7440 + i % 2 * 2));
+      const float high = float_of(__byte_perm(words[i / 2], 0x4b000000u, 0x7441 + i % 2 * 2));
+      codes = pack_rounded<T>(low - 8388608.0f, high - 8388608.0f);
+    }
+    pairs[i] = fma2<T>(codes, scale, bias);
+  }
+}
+// Return a word with one half of a word twice.
+__device__ inline unsigned both_halves(unsigned word, int high) {
+  return __byte_perm(word, 0, high ? 0x3232 : 0x1010);
+}
+#endif
+
+#pragma kernel
 // CUDA only: causal attention of the new tokens of several sequences, of any lengths, over block tables. 16-bit types
 // on the tensor cores (mma.sync m16n8k16, float accumulators).
 // A thread group handles one KV head and one tile: up to M / G new tokens of one sequence, times the G query heads of

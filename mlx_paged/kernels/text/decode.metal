@@ -1,6 +1,10 @@
 // Attention of one row (one query position of one sequence) over one partition, for the G query heads of one KV head. A
 // row sees the tokens starts[row] <= t < ends[row]; nothing else is read.
 //
+//   paged_decode      (PAGED)      pages not quantised
+//   quantized_decode  (QUANTIZED)  quantised pages
+//   latent_decode     (LATENT)     latents, of which a token has one for all query heads
+//
 // Grid: x = KV head, y = row, z = partition; SG simdgroups. HS of them split the heads, SG / HS stripes split the
 // tokens. Inside a simdgroup LPT lanes hold one token, so 32 / LPT tokens are processed at a time; U such steps make a
 // chunk.
@@ -9,6 +13,12 @@
 // reduced by halving: in each step a lane keeps half of its scores and sends the other half to another lane. At the end
 // each lane holds R complete scores, so a score's softmax is computed once instead of LPT times. Lane bit 0 stands for
 // the top bit of a score's index u * HP + h, lane bit 1 for the next, and so on.
+#if QUANTIZED
+#include "groups.metal"
+#endif
+#include "partitions.metal"
+
+#pragma kernel
 constexpr int NK = (D + LPT * VEC - 1) / (LPT * VEC);    // packets of a key per lane
 constexpr int NV = (DV + LPT * VEC - 1) / (LPT * VEC);   // packets of a value per lane
 constexpr int TPS = 32 / LPT;                            // tokens per step
@@ -161,18 +171,25 @@ if (lo < hi) {
   int blocks[BLOCKS];
   look_up_blocks<CHUNK, BS, BLOCKS>(table, chunk, lo, hi, blocks);
   for (; chunk <= last_chunk; chunk += STRIPES) {
+#if PAGED || LATENT
+    // A lane's packets of a token: those of its key, and after them those of its value. A latent's value is the beginning
+    // of its key.
 #if PAGED
-    // A lane's packets of a token: those of its key, then those of its value.
     constexpr int PACKETS = NK + NV;
     constexpr int VALUE = NK;
+#else
+    constexpr int PACKETS = NK;
+    constexpr int VALUE = 0;
+#endif
     Packet<T, VEC> packets[U * PACKETS];
     UNROLL
     for (int u = 0; u < U; u++) {
       // A token outside [lo, hi) is replaced by the nearest one inside (its score is dropped below), so that every
       // address is of a live token.
       const int token = chunk * CHUNK + u * TPS;
-      const int64_t base = (static_cast<int64_t>(blocks[u * TPS / BS]) * n_kv + kv_head) * BS;
       const int position = metal::min(metal::max(token + step_token, lo), hi - 1);
+#if PAGED
+      const int64_t base = (static_cast<int64_t>(blocks[u * TPS / BS]) * n_kv + kv_head) * BS;
       const int inside = position % BS;
       auto key = position == fresh ? k_new + fresh_row * D : k_pool + base * D + inside * D;
       auto value = position == fresh ? v_new + fresh_row * DV : v_pool + base * DV + inside * DV;
@@ -186,20 +203,7 @@ if (lo < hi) {
         const int dim = (i * LPT + sub) * VEC;
         packets[u * PACKETS + VALUE + i] = dim < DV ? load_packet<T, VEC>(value + dim) : zero_packet<T, VEC>();
       }
-    }
-    look_up_blocks<CHUNK, BS, BLOCKS>(table, chunk + STRIPES, lo, hi, blocks);
-
-#elif LATENT
-    // A lane's packets of a token: those of its key, which begin with those of its value.
-    constexpr int PACKETS = NK;
-    constexpr int VALUE = 0;
-    Packet<T, VEC> packets[U * PACKETS];
-    UNROLL
-    for (int u = 0; u < U; u++) {
-      // A token outside [lo, hi) is replaced by the nearest one inside (its score is dropped below), so that every
-      // address is of a live token.
-      const int token = chunk * CHUNK + u * TPS;
-      const int position = metal::min(metal::max(token + step_token, lo), hi - 1);
+#else
       const int64_t slot = static_cast<int64_t>(blocks[u * TPS / BS]) * BS + position % BS;
       auto latent = position == fresh ? k_new + static_cast<int64_t>(row) * DV : k_pool + slot * DV;
       auto rotated = position == fresh ? v_new + static_cast<int64_t>(row) * (D - DV) : v_pool + slot * (D - DV);
@@ -208,9 +212,8 @@ if (lo < hi) {
         const int dim = (i * LPT + sub) * VEC;
         packets[u * PACKETS + i] = dim < DV ? load_packet<T, VEC>(latent + dim) : dim < D ? load_packet<T, VEC>(rotated + (dim - DV)) : zero_packet<T, VEC>();
       }
+#endif
     }
-    look_up_blocks<CHUNK, BS, BLOCKS>(table, chunk + STRIPES, lo, hi, blocks);
-
 #elif QUANTIZED
     uint keys[U * NK * KW];
     uint values[U * NV * VW];
@@ -244,10 +247,8 @@ if (lo < hi) {
         value_bias[u * NV + i] = value_factors[V_GROUPS + dim / GS];
       }
     }
-    look_up_blocks<CHUNK, BS, BLOCKS>(table, chunk + STRIPES, lo, hi, blocks);
-
 #endif
-#if QUANTIZED
+    look_up_blocks<CHUNK, BS, BLOCKS>(table, chunk + STRIPES, lo, hi, blocks);
     float score[NS];
     UNROLL
     for (int u = 0; u < U; u++) {
@@ -255,6 +256,7 @@ if (lo < hi) {
       for (int h = 0; h < HP; h++) {
         score[u * HP + h] = 0.0f;
       }
+#if QUANTIZED
       UNROLL
       for (int i = 0; i < NK; i++) {
         float product[HG];
@@ -277,15 +279,7 @@ if (lo < hi) {
           score[u * HP + h] = metal::fma(scale, product[h], metal::fma(bias, query_sum[h * NK + i], score[u * HP + h]));
         }
       }
-    }
 #else
-    float score[NS];
-    UNROLL
-    for (int u = 0; u < U; u++) {
-      UNROLL
-      for (int h = 0; h < HP; h++) {
-        score[u * HP + h] = 0.0f;
-      }
       UNROLL
       for (int i = 0; i < NK * VEC; i++) {
         const float key = packet_value<T, VEC>(packets[u * PACKETS + i / VEC], i % VEC);
@@ -294,8 +288,8 @@ if (lo < hi) {
           score[u * HP + h] = metal::fma(query[h * NK * VEC + i], key, score[u * HP + h]);
         }
       }
-    }
 #endif
+    }
     UNROLL
     for (int o = 1; o < OWNERS; o *= 2) {
       const bool upper = (sub & o) != 0;
@@ -335,7 +329,6 @@ if (lo < hi) {
       l[j] = metal::fma(l[j], shrink[j], score[j]);
     }
 
-#if QUANTIZED
     // Send every lane the factors that scale down its accumulators, and the weights of its values.
     UNROLL
     for (int h = 0; h < HG; h++) {
@@ -344,10 +337,12 @@ if (lo < hi) {
       for (int i = 0; i < NV * VEC; i++) {
         acc[h * NV * VEC + i] *= factor;
       }
+#if QUANTIZED
       UNROLL
       for (int i = 0; i < NV; i++) {
         base[h * NV + i] *= factor;
       }
+#endif
     }
     UNROLL
     for (int u = 0; u < U; u++) {
@@ -356,6 +351,7 @@ if (lo < hi) {
       for (int h = 0; h < HG; h++) {
         p[h] = simd_shuffle(score[h % R], static_cast<ushort>(lane - sub + SCORE_OWNER((u * HP + h) / R, OWNERS)));
       }
+#if QUANTIZED
       UNROLL
       for (int i = 0; i < NV; i++) {
         const float scale = static_cast<float>(value_scale[u * NV + i]);
@@ -375,30 +371,7 @@ if (lo < hi) {
           }
         }
       }
-    }
-  }
-  UNROLL
-  for (int i = 0; i < HG * NV * VEC; i++) {
-    acc[i] = metal::fma(acc[i], 1.0f / static_cast<float>(1 << PLACE(i % VEC * VBITS)), base[i / VEC]);
-  }
-
 #else
-    // Send every lane the factors that scale down its accumulators, and the weights of its values.
-    UNROLL
-    for (int h = 0; h < HG; h++) {
-      const float factor = simd_shuffle(shrink[h % R], static_cast<ushort>(lane - sub + SCORE_OWNER(h / R, OWNERS)));
-      UNROLL
-      for (int i = 0; i < NV * VEC; i++) {
-        acc[h * NV * VEC + i] *= factor;
-      }
-    }
-    UNROLL
-    for (int u = 0; u < U; u++) {
-      float p[HG];
-      UNROLL
-      for (int h = 0; h < HG; h++) {
-        p[h] = simd_shuffle(score[h % R], static_cast<ushort>(lane - sub + SCORE_OWNER((u * HP + h) / R, OWNERS)));
-      }
       UNROLL
       for (int i = 0; i < NV * VEC; i++) {
         const float value = packet_value<T, VEC>(packets[u * PACKETS + VALUE + i / VEC], i % VEC);
@@ -407,10 +380,16 @@ if (lo < hi) {
           acc[h * NV * VEC + i] = metal::fma(p[h], value, acc[h * NV * VEC + i]);
         }
       }
+#endif
     }
   }
-
+#if QUANTIZED
+  UNROLL
+  for (int i = 0; i < HG * NV * VEC; i++) {
+    acc[i] = metal::fma(acc[i], 1.0f / static_cast<float>(1 << PLACE(i % VEC * VBITS)), base[i / VEC]);
+  }
 #endif
+
   // Sum over the tokens that this simdgroup processed side by side, then over the stripes.
   UNROLL
   for (int j = 0; j < R; j++) {

@@ -1,3 +1,42 @@
+// Metal only: attention as in decode.metal, with 8 x 8 matrices, over pages not quantised (PAGED) or quantised. The G
+// query heads of a KV head are the rows of RT matrices, so a key or value is read, and dequantised, once for all of them.
+// Grid, results and partial results are the same; SG simdgroups split the tokens of a partition, KEYS at a time. Rows G
+// and after are zeros.
+#include "partitions.metal"
+// Join a simdgroup's maximum and sum of weights of a row into those of the simdgroups before it. The outputs
+// before are to be multiplied by `kept`, its own by `added`.
+struct JoinWeights {
+  float kept, added;
+};
+
+inline JoinWeights join(thread float& top, thread float& total, float m, float l) {
+  const float larger = metal::max(top, m);
+  const JoinWeights by = {metal::fast::exp2(top - larger), metal::fast::exp2(m - larger)};
+  total = metal::fma(l, by.added, total * by.kept);
+  top = larger;
+  return by;
+}
+#if QUANTIZED
+#include "groups.metal"
+// Dequantise the eight codes from 8 * at on of a row into threadgroup memory, with the same bits as quantized_gather.
+template <typename T, int BITS, int DIM, int GS, int BS>
+inline void stage_codes(const device uint* pool, int64_t page, int slot, int at, threadgroup T* target) {
+  constexpr int CODES = DIM * BITS / 32;  // words of a row
+  constexpr int GROUPS = DIM / GS;
+  const device uint* codes = pool + page * (BS * (CODES + 2 * GROUPS * static_cast<int>(sizeof(T)) / 4));
+  const device T* factors = reinterpret_cast<const device T*>(codes + BS * CODES) + slot * 2 * GROUPS;
+  const T scale = factors[at * 8 / GS];
+  const T bias = factors[GROUPS + at * 8 / GS];
+  uint words[BITS / 4];
+  load_words<BITS / 4>(codes + slot * CODES + at * (BITS / 4), words);
+  UNROLL
+  for (int j = 0; j < 8; j++) {
+    target[j] = dequantized(scale, words[j * BITS / 32] >> (j * BITS % 32) & ((1u << BITS) - 1u), bias);
+  }
+}
+#endif
+
+#pragma kernel
 #if PAGED
 threadgroup T edges[64 * SG];
 #elif QUANTIZED
@@ -9,9 +48,6 @@ threadgroup T* const own_staged = staged + simdgroup_index_in_threadgroup * (KEY
 const int query_row = static_cast<int>(threadgroup_position_in_grid.y);
 const int partition = static_cast<int>(threadgroup_position_in_grid.z);
 const int n_partitions = static_cast<int>(threadgroups_per_grid.z);
-// Metal only: attention as in decode.metal, with 8 x 8 matrices. The G query heads of a KV head are the
-// rows of RT matrices, so a key or value is read, and dequantised, once for all of them. Grid, results and partial
-// results are the same; SG simdgroups split the tokens of a partition, KEYS at a time. Rows G and after are zeros.
 typedef simdgroup_matrix<T, 8, 8> Matrix;
 typedef simdgroup_matrix<float, 8, 8> Sums;
 constexpr int RT = (G + 7) / 8;
@@ -123,20 +159,34 @@ for (int v = 0; v < RT * (DV / 8); v++) {
 }
 
 for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
-#if PAGED
   // Scores of KEYS tokens for RT times 8 rows.
+#if PAGED
   const device T* const k_head = k_pages + static_cast<int64_t>(kv_head) * (BS * D);
-  Sums s[RT * (KEYS / 8)];
   const device T* key[KEYS / 8];
   UNROLL
   for (int j = 0; j < KEYS / 8; j++) {
-    UNROLL
-    for (int r = 0; r < RT; r++) {
-      s[r * (KEYS / 8) + j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-    }
     // Eight tokens that no row sees are replaced by the nearest eight that some row sees: the mask drops their scores.
     const int token = metal::min(metal::max(step * KEYS + j * 8, lo / 8 * 8), (hi - 1) / 8 * 8);
     key[j] = k_head + static_cast<int64_t>(table[token / BS]) * n_kv * (BS * D) + token % BS * D;
+  }
+#elif QUANTIZED
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (int i = lane; i < KEYS * (D / 8); i += 32) {
+    const int position = metal::min(metal::max(step * KEYS + i / (D / 8), lo), hi - 1);
+    const int64_t page = static_cast<int64_t>(table[position / BS]) * n_kv + kv_head;
+    stage_codes<T, KBITS, D, GS, BS>(k_pages, page, position % BS, i % (D / 8), own_staged + i * 8);
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup T* key[KEYS / 8];
+  UNROLL
+  for (int j = 0; j < KEYS / 8; j++) {
+    key[j] = own_staged + j * 8 * D;
+  }
+#endif
+  Sums s[RT * (KEYS / 8)];
+  UNROLL
+  for (int j = 0; j < RT * (KEYS / 8); j++) {
+    s[j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
   UNROLL
   for (int d = 0; d < D / 8; d++) {
@@ -155,37 +205,6 @@ for (int step = lo / KEYS + sg; step <= (hi - 1) / KEYS; step += SG) {
       }
     }
   }
-#elif QUANTIZED
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = lane; i < KEYS * (D / 8); i += 32) {
-    const int position = metal::min(metal::max(step * KEYS + i / (D / 8), lo), hi - 1);
-    const int64_t page = static_cast<int64_t>(table[position / BS]) * n_kv + kv_head;
-    stage_codes<T, KBITS, D, GS, BS>(k_pages, page, position % BS, i % (D / 8), own_staged + i * 8);
-  }
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-  Sums s[RT * (KEYS / 8)];
-  UNROLL
-  for (int j = 0; j < RT * (KEYS / 8); j++) {
-    s[j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-  }
-  UNROLL
-  for (int d = 0; d < D / 8; d++) {
-    Matrix query[RT];
-    UNROLL
-    for (int r = 0; r < RT; r++) {
-      simdgroup_load(query[r], queries + r * 8 * D + d * 8, D);
-    }
-    UNROLL
-    for (int j = 0; j < KEYS / 8; j++) {
-      Matrix k;
-      simdgroup_load(k, own_staged + j * 8 * D + d * 8, D, ulong2(0), true);
-      UNROLL
-      for (int r = 0; r < RT; r++) {
-        simdgroup_multiply_accumulate(s[r * (KEYS / 8) + j], query[r], k, s[r * (KEYS / 8) + j]);
-      }
-    }
-  }
-#endif
   UNROLL
   for (int j = 0; j < RT * (KEYS / 8); j++) {
     simdgroup_store(s[j], own_scores + j / (KEYS / 8) * 8 * KEYS + j % (KEYS / 8) * 8, KEYS);

@@ -1,6 +1,9 @@
 // Join the partitions of one line (sequence, query head, query position). The head's attention sink is added to the
 // denominator here.
 // Grid: x = line, SG simdgroups. Only partitions with visible tokens are read.
+#include "partitions.metal"
+
+#pragma kernel
 constexpr float NOTHING = -3.0e38f;
 constexpr float LOG2E = 1.44269504088896341f;
 

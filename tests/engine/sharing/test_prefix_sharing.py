@@ -13,7 +13,7 @@ from mlx_paged import PagedConfig
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.kv.budget import PoolBudget
-from mlx_paged.patches.cache.pools import prefix_pool_of, probe_geometry
+from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import crossed, quick
@@ -167,7 +167,6 @@ class Tight:
         model = model_of(kind)
         mlx_paged.apply_patches(PagedConfig(block_size=block_size))
         caches = mlx_lm_generate.make_prompt_cache(model)
-        probe_geometry(model, caches)
         self.pool = caches[0].pool
         self.tree = PrefixCache(self.pool)
         self.pool.memory.budget = PoolBudget(self.pool, chunk=step_size).bytes_for(num_tokens)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized as page_kernels
 from mlx_paged.kernels.quantized import PageShape, new_blocks
 from scripts.support.paged_decode import gather_blocks, write_slots
 from tests.support.cases import crossed, quick, slow
@@ -148,7 +147,8 @@ def test_rows_are_gathered_as_they_are(start: int, length: int, dtype: mx.Dtype)
     k_pool, v_pool = pools(pages)
     ids = [4, 1, 5, 2]
     with emulated():
-        k, v, fence = page_kernels.gather_rows(k_pool, v_pool, FENCE, mx.array(ids, mx.int32), start, length, pages)
+        launch = kernels.prepare_gather(k_pool, v_pool, ids, start, length, pages, stored=True)
+        k, v, fence = launch(k_pool, v_pool, FENCE)
     assert int(np.asarray(fence)[0]) == 42
     for pool, got, form in ((k_pool, k, pages.k), (v_pool, v, pages.v)):
         rows = rows_of(np.array(pool), form)[ids].swapaxes(0, 1).reshape(HEADS, 32, -1)
@@ -167,7 +167,7 @@ def test_rows_are_written_as_they_are(batch: int, length: int, dtype: mx.Dtype) 
     slots = rng.permutation(BLOCKS * BLOCK)[: batch * length].astype(np.int32)
     slots[2] = -1
     with emulated() as fake:
-        fence = page_kernels.write_rows(k_pool, v_pool, FENCE, mx.array(k), mx.array(v), mx.array(slots), pages)
+        fence = kernels.write_rows(k_pool, v_pool, FENCE, mx.array(k), mx.array(v), mx.array(slots), pages)
     assert int(np.asarray(fence)[0]) == 42
     for name, pool, x, form in zip(("k_pool", "v_pool"), (k_pool, v_pool), (k, v), pages, strict=True):
         expected = put(rows_of(np.array(pool), form), x, slots)
@@ -192,11 +192,11 @@ def test_bad_arguments_raise() -> None:
     slots = mx.array([1, 2], mx.int32)
     with emulated():
         with pytest.raises(ValueError, match="do not fit"):
-            page_kernels.write_rows(k_pool, v_pool, FENCE, v, k, slots, pages)
+            kernels.write_rows(k_pool, v_pool, FENCE, v, k, slots, pages)
         with pytest.raises(ValueError, match="do not agree"):
-            page_kernels.write_rows(k_pool, v_pool, FENCE, k, v, slots[:1], pages)
+            kernels.write_rows(k_pool, v_pool, FENCE, k, v, slots[:1], pages)
         with pytest.raises(ValueError, match="positions"):
-            page_kernels.gather_rows(k_pool, v_pool, FENCE, slots, 10, 7, pages)
+            kernels.prepare_gather(k_pool, v_pool, slots, 10, 7, pages, stored=True)
         with pytest.raises(ValueError, match="positions"):
             gather_blocks(k_pool, v_pool, FENCE, slots, 10, 7, pages)
 

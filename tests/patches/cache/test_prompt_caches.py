@@ -16,7 +16,7 @@ import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache, PoolExhaustedError, PromptCacheError
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
-from mlx_paged.patches.cache.pools import prefix_pool_of, probe_geometry
+from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.disk import DiskTier
 from mlx_paged.prefix.identity import model_identity
@@ -194,13 +194,6 @@ def serve(model: Any, store: Any, tokens: list[int], num_new: int) -> tuple[list
     return out, len(rest)
 
 
-def probed(model: Any) -> Any:
-    """Return a prompt cache whose pool knows its geometry, as the server makes it."""
-    caches = upstream.make_prompt_cache(model)
-    probe_geometry(model, caches)
-    return caches
-
-
 def test_common_prefixes_are_found_and_stored_once(model: Any) -> None:
     store, stock = PagedPromptCache(), LRUPromptCache()
     system = prompt_of(5 * BLOCK + 3, seed=1).tolist()
@@ -313,7 +306,7 @@ def test_prefixes_are_restored_from_disk_after_a_restart(model: Any, tmp_path: P
     gc.collect()
 
     store = new_store(model)
-    store.learn_layout(KEY, probed(model))
+    store.learn_layout(KEY, upstream.make_prompt_cache(model))
     for salt in (None, "b", "a"):
         with store.salted(salt):
             caches, rest = store.fetch_nearest_cache(KEY, [*tokens, 1, 2, 3])

@@ -268,8 +268,8 @@ def test_unusable_caches_are_named_and_nothing_is_inserted() -> None:
     for bad, message in (
         (good[:2], "2 layers"),
         (foreign, "another model"),
-        (mixed, r"layer 2 \(model.layers.2\).*ConcatenateKVCache"),
-        ([ArraysCache(2) for _ in range(3)], r"layer 0 \(model.layers.0\).*ArraysCache"),
+        (mixed, "layer 2 of.*ConcatenateKVCache"),
+        ([ArraysCache(2) for _ in range(3)], "layer 0 of.*ArraysCache"),
     ):
         with pytest.raises(PromptCacheError, match=message):
             gen.insert([[1, 2], [3, 4]], [2, 2], caches=[good, bad])

@@ -19,7 +19,7 @@ from mlx_paged.attention.gather import causal_mask
 from mlx_paged.cuda import narrow_matmul
 from mlx_paged.cuda.narrow_matmul import PackedWeight
 from mlx_paged.engine import compiled_step
-from mlx_paged.kernels import availability, nvidia, quantized
+from mlx_paged.kernels import availability, nvidia
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kv import choice, device_blocks
@@ -61,51 +61,27 @@ class FakeKernels:
         del chain[:-4]
         return fresh
 
-    def prepare_write(self, k_pool: mx.array, v_pool: mx.array, slots: mx.array, pages: PageShape | None = None) -> Any:
+    def prepare_write(
+        self,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        slots: mx.array,
+        pages: PageShape | None = None,
+        *,
+        stored: bool = False,
+    ) -> Any:
         def launch(k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array) -> mx.array:
             size = k_pool.shape[2]
             blocks, offsets = slots // size, slots % size
             written = mx.array([row for row, slot in enumerate(slots.tolist()) if slot >= 0])
             for pool, x, form in zip((k_pool, v_pool), (k, v), pages or (None, None), strict=True):
-                assert x.dtype == (pool.dtype if form is None else form.dtype) and x.shape[1] == pool.shape[1]
+                given = pool.dtype if form is None or stored else form.dtype
+                assert x.dtype == given and x.shape[1] == pool.shape[1]
                 rows = x.transpose(0, 2, 1, 3).reshape(slots.size, x.shape[1], x.shape[3])
-                put(pool, form, blocks[written], offsets[written], rows[written])
+                (put_rows if stored else put)(pool, form, blocks[written], offsets[written], rows[written])
             return self._pass("write_slots", k_pool, v_pool, fence)
 
         return launch
-
-    def write_rows(
-        self,
-        k_pool: mx.array,
-        v_pool: mx.array,
-        fence: mx.array,
-        k: mx.array,
-        v: mx.array,
-        slots: mx.array,
-        pages: PageShape,
-    ) -> mx.array:
-        size = k_pool.shape[2]
-        for pool, x, form in zip((k_pool, v_pool), (k, v), pages, strict=True):
-            rows = x.transpose(0, 2, 1, 3).reshape(slots.size, *x.shape[1::2])
-            put_rows(pool, form, slots // size, slots % size, rows)
-        return self._pass("write_slots", k_pool, v_pool, fence)
-
-    def gather_rows(
-        self,
-        k_pool: mx.array,
-        v_pool: mx.array,
-        fence: mx.array,
-        ids: mx.array,
-        start: int,
-        length: int,
-        pages: PageShape,
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        pools = (mx.array(rows_of(np.array(x), form)) for x, form in zip((k_pool, v_pool), pages, strict=True))
-        k, v = (
-            x[ids].transpose(1, 0, 2, 3).reshape(1, x.shape[1], -1, x.shape[3])[:, :, start : start + length]
-            for x in pools
-        )
-        return k, v, self._pass("gather_blocks", k_pool, v_pool, fence)
 
     def prepare_decode(
         self,
@@ -231,14 +207,19 @@ class FakeKernels:
         start: int,
         length: int,
         pages: PageShape | None = None,
+        *,
+        stored: bool = False,
     ) -> Any:
+        def held(pool: mx.array, form: Any) -> mx.array:
+            return mx.array(rows_of(np.array(pool), form)) if stored else dense(pool, form)
+
         ids = block_ids if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
         assert start >= 0 and length >= 1 and start + length <= ids.size * k_pool.shape[2]
 
         def launch(k_pool: mx.array, v_pool: mx.array, fence: mx.array) -> tuple[mx.array, mx.array, mx.array]:
             k, v = (
                 x[ids].transpose(1, 0, 2, 3).reshape(1, x.shape[1], -1, x.shape[3])[:, :, start : start + length]
-                for x in map(dense, (k_pool, v_pool), pages or (None, None))
+                for x in map(held, (k_pool, v_pool), pages or (None, None))
             )
             return k, v, self._pass("gather_blocks", k_pool, v_pool, fence)
 
@@ -314,7 +295,6 @@ def fake_kernels() -> Iterator[FakeKernels]:
     names = ("prepare_write", "prepare_decode", "prepare_gather", "copy_blocks")
     with (
         mock.patch.multiple(kernels, **{name: getattr(fake, name) for name in names}),
-        mock.patch.multiple(quantized, write_rows=fake.write_rows, gather_rows=fake.gather_rows),
         mock.patch.object(availability, "device_unsupported_reason", lambda: None),
         # In a compiled step, a fake would run only once, while it is traced.
         mock.patch.object(compiled_step, "compile_function", lambda function: function),

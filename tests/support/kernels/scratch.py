@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_paged.kernels.bodies import BODIES, Family
+from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.build import Constants
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.quantized import QuantizedRows
@@ -46,7 +46,8 @@ def launch_alone(key: KernelKey, build: Build) -> list[mx.array]:
     """Launch a kernel on scratch arrays of a few KB to about 4 MB, with no tokens to attend to. The results are lazy
     and meaningless."""
     body = BODIES[key.body]
-    given, options = _SCRATCH[body.family](_Kernel(key))
+    make = _merge if "JOIN" in body.variants else _SCRATCH[body.file]
+    given, options = make(_Kernel(key))
     inputs = [given[name] for name in body.inputs]
     return build(key.body, key.constants)(inputs=inputs, **options)
 
@@ -111,7 +112,7 @@ def _decode(kernel: _Kernel) -> Scratch:
     }
     out = (1, heads, q_len, kernel["DV"])
     given["items"] = mx.zeros((MIN_DEVICE_ELEMENTS, HEADER + kernel.constants.get("ROWS", 1)), mx.int32)
-    if BODIES[kernel.body].family is Family.FUSED_DECODE:
+    if "OWN" in BODIES[kernel.body].variants:
         given["arrivals"] = mx.zeros((max(MIN_DEVICE_ELEMENTS, kv_heads * q_len),), mx.uint32)
         return given, _options((kv_heads * threads, q_len, 1), threads, (out, dtype), ((1,), mx.float32), _FENCE)
     parts = 1 if kernel["SINGLE"] else 2
@@ -191,14 +192,13 @@ def _draw(kernel: _Kernel) -> Scratch:
     return given, _options((rows * threads, 1, 1), threads, ((rows,), kernel["O"]))
 
 
-_SCRATCH: dict[Family, Callable[[_Kernel], Scratch]] = {
-    Family.DECODE: _decode,
-    Family.FUSED_DECODE: _decode,
-    Family.PREFILL: _prefill,
-    Family.MERGE: _merge,
-    Family.WRITE: _write,
-    Family.GATHER: _gather,
-    Family.COPY: _copy,
-    Family.PRODUCT: _product,
-    Family.DRAW: _draw,
+_SCRATCH: dict[str, Callable[[_Kernel], Scratch]] = {
+    **dict.fromkeys(("decode.metal", "matrix_decode.metal", "tensor_decode.cuh", "latent_decode.cuh"), _decode),
+    "tensor_prefill.cuh": _prefill,
+    "merge_partitions.metal": _merge,
+    "write.metal": _write,
+    "gather.metal": _gather,
+    "copy_blocks.metal": _copy,
+    "products.cuh": _product,
+    "draw_rows.metal": _draw,
 }

@@ -1,4 +1,4 @@
-// Emulator: what the decode kernels for tensor cores use of text/tensor.cuh and CUDA, beyond tensor_cpu.hpp.
+// Emulator: what the decode kernels for tensor cores use of text/prelude.cuh and CUDA, beyond tensor_cpu.hpp.
 extern "C" {
 float exp2f(float);
 float fmaxf(float, float);

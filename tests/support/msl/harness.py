@@ -8,8 +8,7 @@ import numpy as np
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels import quantized as page_kernels
-from mlx_paged.kernels.bodies import BODIES, kernel_text, text_of
+from mlx_paged.kernels.bodies import BODIES, kernel_text, parts_of
 from mlx_paged.kernels.launch_shape import (
     FUSED_BODIES,
     LATENT_BODIES,
@@ -100,12 +99,10 @@ def emulated(backend="metal", **options):
     kernels.variants_of.cache_clear()
     kernels.latent_variants_of.cache_clear()
     kernels.build_kernel, kernels.backend = fake, lambda: backend
-    page_kernels.build_kernel = fake
     try:
         yield fake
     finally:
         kernels.build_kernel, kernels.backend = real
-        page_kernels.build_kernel = kernels.build_kernel
         kernels.variants_of.cache_clear()
         kernels.latent_variants_of.cache_clear()
 
@@ -148,21 +145,10 @@ def tensor_kernel(body, constants, edits, planted=None):
 
 
 def tensor_helpers(body):
-    """Return the helpers of a body for tensor cores: the emulator's own, and those that run there unchanged."""
-    here, whole = Path(__file__).parent, text_of("tensor.cuh")
-    states = whole[whole.index("// Largest score") : whole.index("// 8 x 8 matrix")]
-    own: tuple[str, ...] = ()
-    if "quantized" in body:
-        own = ("groups.metal", "tensor_codes.cuh", "tensor_quantize.cuh")
-    elif body.startswith("latent"):
-        own = ("warpgroup.cuh",)
-    return (
-        (here / "tensor_cpu.hpp").read_text()
-        + kernel_text("copy_blocks", "metal")[0]
-        + (here / "decode_cpu.hpp").read_text()
-        + states
-        + "".join(map(text_of, own))
-    )
+    """Return the functions of a body for tensor cores: the emulator's own prelude, and those of the body's file."""
+    here, prelude = Path(__file__).parent, kernel_text("copy_blocks", "metal")[0]
+    own = prelude.join((here / name).read_text() for name in ("tensor_cpu.hpp", "decode_cpu.hpp"))
+    return own + parts_of(body)[0]
 
 
 def to_float(x):

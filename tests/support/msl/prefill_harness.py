@@ -65,7 +65,7 @@ def emulated_self_check(
             mock.patch.object(prefill, "build_kernel", build_arrays),
             mock.patch.object(prefill.PrefillLaunch, "__call__", follow),
             mock.patch.dict(check._results, clear=True),
-            mock.patch.dict(ops._switched_off, clear=True),
+            mock.patch.dict(ops.switched_off, clear=True),
         ):
             yield edits.append
 

@@ -1,4 +1,4 @@
-// Emulator: the helpers of text/tensor.cuh that narrow_matmul and narrow_quantized use.
+// Emulator: the helpers of text/prelude.cuh that narrow_matmul and narrow_quantized use.
 inline uint4 make_uint4(uint x, uint y, uint z, uint w) { return uint4(x, y, z, w); }
 template <class T>
 inline uint pack(T low, T high) {

@@ -16,7 +16,7 @@ from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.composites import leaves
 from mlx_paged.engine.compiled_step import compiled_steps
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
-from mlx_paged.patches.models.index_attention import CHOSEN
+from mlx_paged.patches.models.latent import CHOSEN
 from mlx_paged.prefix.disk import DiskTier
 from mlx_paged.prefix.shelf import Shelf
 from scripts.support import model_configs
