@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         launch.main(arguments[1:])
     elif command == "doctor":
-        from .cli.doctor import doctor
+        from .cli import doctor
 
         doctor.main(arguments[1:])
     else:

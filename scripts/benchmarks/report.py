@@ -17,7 +17,7 @@ import mlx.core as mx
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cli.doctor.doctor import facts
+from mlx_paged.cli.doctor import facts
 from mlx_paged.config import parse_block_size, parse_kernel, parse_kv_bits, parse_kv_group_size, parse_memory
 
 SCRIPT = Path(__file__).parents[1] / "bench.py"

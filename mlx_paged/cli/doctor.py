@@ -17,16 +17,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from ... import __version__
-from ...config import PagedConfig
-from ...errors import ConfigError
-from ...kernels.availability import device_unsupported_reason
-from ...kernels.build import backend, compiled_by, gpu_cores
-from ...kernels.fused_attention import NAX_RELEASE, wheel_release
-from ...kv.geometry import Geometry, PageFormat
-from ..generate import raise_cpu_cache_limit
-from ..terminal import add_version, orderly_end, rate
-from .kernels import HEADER, rows
+from .. import __version__
+from ..config import PagedConfig
+from ..errors import ConfigError
+from ..kernels.availability import device_unsupported_reason
+from ..kernels.build import backend, compiled_by, gpu_cores
+from ..kernels.fused_attention import NAX_RELEASE, wheel_release
+from ..kv.geometry import Geometry, PageFormat
+from .doctor_kernels import HEADER, rows
+from .generate import raise_cpu_cache_limit
+from .terminal import add_version, orderly_end, rate
 
 # Variables that are reported. Not all of the environment: it holds keys and names.
 PREFIXES = ("MLX_PAGED_", "MLX_MAX_", "MLX_METAL_", "MTL_")
@@ -141,8 +141,8 @@ def try_demo_model(config: PagedConfig) -> tuple[bool, list[str]]:
     """
     from mlx_lm.utils import load_model
 
-    from ... import patches
-    from ...attention.dispatch import last_dispatch
+    from .. import patches
+    from ..attention.dispatch import last_dispatch
 
     folder = demo_folder()
     if folder is None:
