@@ -34,8 +34,9 @@ from ..server.requests.pieces import Head
 from ..server.work import Work
 from .over_ranks import from_rank_0
 from .prompts_file import Line, Results, read_lines
-from .terminal import SHOW_EVERY_SECONDS, BatchProgress, plural, print_stats, rate
+from .terminal import bar, plural, print_stats, rate
 
+SHOW_EVERY_SECONDS = 0.2
 QUEUED_PER_ROW = 2  # requests per row that wait for the engine, besides the one that runs
 
 
@@ -142,15 +143,15 @@ class BatchRun:
             for token in self._args.extra_eos_token:
                 texts.tokenizer.add_eos_token(token)
             begin = time.monotonic()
-            bar = asyncio.create_task(self._show_progress(begin))
-            tasks.append(bar)
+            progress = asyncio.create_task(self._show_progress(begin))
+            tasks.append(progress)
             async with asyncio.TaskGroup() as group:
                 for line in self._results.missing:
                     await self._slots.acquire()
                     group.create_task(self._answer(line, texts))
-            bar.cancel()
+            progress.cancel()
             with suppress(asyncio.CancelledError):
-                await bar
+                await progress
             self._report(time.monotonic() - begin)
         except ExceptionGroup as failed:  # a result cannot be written
             raise failed.exceptions[0] from None
@@ -227,20 +228,26 @@ class BatchRun:
         return request, endpoint.form(Head("", "", 0, ""), body)
 
     async def _show_progress(self, begin: float) -> None:
-        with BatchProgress(sys.stderr) as bar:
+        with bar(self._results.counts.total, "[{bar:30}] {desc}") as shown:
             while True:
                 usages = [answers.usage() for answers in self._running.values()]
-                shares = sum(usage.completion / self._args.max_tokens for usage in usages)
-                figures, pool = self._engine.stats.as_dict(), self._engine.models.pool
-                bar.show(
-                    self._results.counts,
-                    figures["generated_tokens"],
-                    time.monotonic() - begin,
-                    None if pool is None else pool.stats(),
-                    num_prompt_tokens=figures["computed_prompt_tokens"] + figures["cached_tokens"],
-                    underway=shares,
-                )
+                shown.desc = self._progress(time.monotonic() - begin)
+                underway = sum(usage.completion / self._args.max_tokens for usage in usages)
+                shown.n = min(self._results.counts.done + underway, shown.total)
+                shown.refresh()
                 await asyncio.sleep(SHOW_EVERY_SECONDS)
+
+    def _progress(self, seconds: float) -> str:
+        """Return what is done after some seconds, as text."""
+        counts, figures, pool = self._results.counts, self._engine.stats.as_dict(), self._engine.models.pool
+        text = f"{counts.done}/{plural(counts.total, 'prompt')}"
+        text += f", {counts.failed} failed" if counts.failed else ""
+        num_prompt_tokens = figures["computed_prompt_tokens"] + figures["cached_tokens"]
+        text += f", {plural(num_prompt_tokens, 'prompt token')}" if num_prompt_tokens else ""
+        text += f", {rate(figures['generated_tokens'], seconds)}"
+        if pool is not None and (stats := pool.stats()).budget_bytes:
+            text += f", pool {100 * stats.bytes_in_use / stats.budget_bytes:.0f} % in use"
+        return text
 
     def _report(self, seconds: float) -> None:
         """Print what was done, with ``--verbose``, and the pool's statistics, with ``--cache-stats``."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.util
 import io
 import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +19,7 @@ import mlx.core as mx
 from ..config import STOCK_QUANTISES, KVBits, PagedConfig
 from ..engine.constraint import GrammarProcessor
 from ..errors import ConfigError, PatchError, PoolExhaustedError
+from ..grammar.compiler import INSTALL, GrammarSource
 from ..kv.budget import PoolBudget
 from ..machine import memory_beside
 from ..model_folder import (
@@ -32,7 +35,7 @@ from ..server.constraint import Constraint
 from ..server.errors import RequestRefused
 from ..warn import warn_once
 from . import over_ranks
-from .answer_grammars import constraint_from, grammar_for
+from .prompts_file import load_object
 from .terminal import (
     PrefillProgress,
     add_version,
@@ -223,7 +226,7 @@ def run(
         return
     tokenizers: list[Any] = []
     names["load"] = _noting_tokenizer(tokenizers, names["load"])
-    constrained = None if constraint is None else functools.partial(_processors, constraint, tokenizers, ranks)
+    constrained = None if constraint is None else functools.partial(_processors, constraint, tokenizers)
     for step in ("generate_step", "speculative_generate_step"):
         names[step] = functools.partial(_generate_step, getattr(upstream, step), used, constrained, ranks)
     with replaced(upstream, **names):
@@ -256,15 +259,37 @@ def _noting_tokenizer(tokenizers: list[Any], load: Callable[..., Any]) -> Callab
     return load_and_note
 
 
-def _processors(
-    constraint: Constraint, tokenizers: list[Any], ranks: Ranks | None, prompt: mx.array
-) -> list[GrammarProcessor]:
-    """Return the processors that constrain the answer to a prompt. Raises ConfigError if the schema cannot be used."""
+def constraint_from(name: str | None) -> Constraint | None:
+    """Return the constraint of a JSON schema's file, or None without one.
+
+    Raises:
+        ConfigError: the file cannot be used, or llguidance is not installed.
+    """
+    if name is None:
+        return None
+    if importlib.util.find_spec("llguidance") is None:
+        raise ConfigError(f"--json-schema: {INSTALL}")
     try:
-        grammar = grammar_for(constraint, tokenizers[0], prompt.tolist(), ranks)  # type: ignore[arg-type]
+        schema = load_object(Path(name).expanduser().read_bytes(), name)
+        return Constraint(GrammarSource.json(schema), "--json-schema", schema)
+    except (OSError, RecursionError, RequestRefused) as error:
+        raise ConfigError(f"--json-schema: {name} cannot be used: {error}") from None
+
+
+def _processors(constraint: Constraint, tokenizers: list[Any], prompt: mx.array) -> list[GrammarProcessor]:
+    """Return the processors that constrain the answer to a prompt; only what follows reasoning that the prompt has
+    begun is constrained. Raises ConfigError if the schema cannot be used."""
+    from ..server.grammars import TokenizerGrammars, behind_reasoning, ends_in_reasoning
+
+    (tokenizer,) = tokenizers
+    try:
+        grammar = TokenizerGrammars(tokenizer).compile(constraint)
     except RequestRefused as error:
-        raise ConfigError(f"--json-schema: {error}") from None
-    return [] if grammar is None else [GrammarProcessor(grammar)]
+        raise ConfigError(str(error)) from None
+    if grammar is None:
+        return []
+    reasons = ends_in_reasoning(tokenizer, prompt.tolist())  # type: ignore[arg-type]
+    return [GrammarProcessor(behind_reasoning(grammar, tokenizer) if reasons else grammar)]
 
 
 def _generate_step(

@@ -6,18 +6,16 @@ import argparse
 import importlib.util
 import os
 import resource
-import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import Any, Self, TextIO
 
+from tqdm import tqdm
+
 from ..errors import PagedCacheError
 from ..kv.pool import BlockPool
-from ..kv.stats import PagedCacheStats
-from .prompts_file import Counts
 
 SERVER_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 INTERRUPTED = 130  # exit status of a program that SIGINT ended
@@ -195,107 +193,40 @@ def print_stats(pools: Mapping[str, BlockPool | None]) -> None:
     print(f"memory of the process: {most / 1e6:.1f} MB at its peak", file=sys.stderr)
 
 
-WIDTH = 30
-ERASE_LINE = "\r\x1b[K"
-SHOW_EVERY_SECONDS = 0.2
-# Shorter prefills finish before a bar says anything.
-SHOW_AFTER_SECONDS = 0.5
+SHOW_AFTER_SECONDS = 0.5  # shorter prefills finish before a bar says anything
 
 
-class Bar:
-    """A progress bar. Draws nothing if the stream is no terminal; a ``with`` block clears the bar at its end.
+def bar(total: int, line: str, **options: Any) -> tqdm[Any]:
+    """Return a progress bar on stderr, which vanishes when it is closed; nothing is drawn unless stderr is a terminal.
 
     Args:
-        stream: where the bar is drawn.
-        what: text before the bar.
+        total: what is to be done.
+        line: what is drawn, as tqdm's ``bar_format``.
+        options: further ones of tqdm.
     """
+    options |= {"file": sys.stderr, "ascii": ".#", "disable": not sys.stderr.isatty(), "leave": False}
+    return tqdm(total=total, bar_format=line, **options)
 
-    def __init__(self, stream: TextIO, what: str) -> None:
-        self._out = stream if stream.isatty() else None
-        self._what = what
-        self._begin = time.monotonic()
-        self._drawn = False
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the bar was made."""
-        return time.monotonic() - self._begin
+class PrefillProgress:
+    """A ``prompt_progress_callback`` that draws a bar on stderr, once prefill has taken a while. A ``with`` block
+    clears it."""
 
-    def draw(self, share: float, text: str) -> None:
-        """Draw the bar with a share from 0 to 1 filled, and a text behind it, in one line of the terminal."""
-        if self._out is not None:
-            columns = shutil.get_terminal_size().columns - 1
-            width = max(5, min(WIDTH, columns - len(self._what) - len(text) - 3))
-            filled = int(width * share)
-            line = f"{self._what}[{'#' * filled}{'.' * (width - filled)}] {text}"
-            self._out.write(f"{ERASE_LINE}{line[:columns]}")
-            self._out.flush()
-            self._drawn = True
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
 
-    def clear(self) -> None:
-        """Erase the bar, if it is drawn."""
-        if self._out is not None and self._drawn:
-            self._out.write(ERASE_LINE)
-            self._out.flush()
-        self._drawn = False
+    def __call__(self, processed: int, total: int) -> None:
+        """Draw the bar; clear it at the end."""
+        if self._bar is None:
+            line = "prefill [{bar:30}] {n_fmt}/{total_fmt} tokens, {rate_fmt}"
+            self._bar = bar(total, line, unit=" tokens", delay=SHOW_AFTER_SECONDS)
+        self._bar.update(processed - self._bar.n)
+        if processed >= total:
+            self._bar.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.clear()
-
-
-class PrefillProgress(Bar):
-    """A ``prompt_progress_callback`` that draws a bar on stderr, once prefill has taken a while."""
-
-    def __init__(self) -> None:
-        super().__init__(sys.stderr, "prefill ")
-
-    def __call__(self, processed: int, total: int) -> None:
-        """Draw the bar; clear it at the end."""
-        seconds = self.seconds
-        if processed >= total:
-            self.clear()
-        elif processed and (self._drawn or seconds > SHOW_AFTER_SECONDS):
-            self.draw(processed / total, f"{processed}/{total} tokens, {rate(processed, seconds)}")
-
-
-class BatchProgress(Bar):
-    """A bar for a run over many prompts."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream, "")
-        self._shown_at = -SHOW_EVERY_SECONDS
-
-    def show(
-        self,
-        counts: Counts,
-        num_tokens: int,
-        seconds: float,
-        stats: PagedCacheStats | None,
-        *,
-        num_prompt_tokens: int = 0,
-        underway: float = 0.0,
-    ) -> None:
-        """Draw the bar, at most every 0.2 s.
-
-        Args:
-            counts: prompts done, in all, and failed.
-            num_tokens: tokens generated in this run.
-            seconds: time since the run began.
-            stats: stats of the block pool, if there is one.
-            num_prompt_tokens: prompt tokens prefilled in this run.
-            underway: progress of the running prompts, as a number of prompts.
-        """
-        if self._out is None or seconds - self._shown_at < SHOW_EVERY_SECONDS:
-            return
-        self._shown_at = seconds
-        text = f"{counts.done}/{plural(counts.total, 'prompt')}"
-        text += f", {counts.failed} failed" if counts.failed else ""
-        text += f", {plural(num_prompt_tokens, 'prompt token')}" if num_prompt_tokens else ""
-        text += f", {rate(num_tokens, seconds)}"
-        if stats is not None and stats.budget_bytes:
-            share = 100 * stats.bytes_in_use / stats.budget_bytes
-            text += f", pool {share:.0f} % in use ({plural(stats.live_blocks, 'block')})"
-        self.draw(min(counts.done + underway, counts.total) / max(counts.total, 1), text)
+        if self._bar is not None:
+            self._bar.close()
