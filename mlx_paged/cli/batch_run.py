@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import importlib
 import json
 import sys
@@ -18,16 +17,15 @@ import mlx.core as mx
 
 from ..ranks.ranks import Ranks
 from ..server.answers import Answers
-from ..server.constraint import Constraint
-from ..server.engine_thread import EngineThread, new_loop
+from ..server.engine_thread import EngineThread
 from ..server.errors import RequestRefused, invalid, refusal_of
 from ..server.loaded_models import LoadedModels
-from ..server.memory import MemoryWatch
+from ..server.memory import WATERMARK
 from ..server.options import ServerConfig
 from ..server.prompting import PromptMaker
-from ..server.ranked_loop import RankedLoop, check_for_ranks, ranked_memory_watch
+from ..server.ranked_engine import check_for_ranks, make_engine
 from ..server.report import ServerStats
-from ..server.request import ServerRequest
+from ..server.request import Constraint, ServerRequest
 from ..server.requests.endpoints import CHAT, COMPLETIONS
 from ..server.requests.fields import NO_EFFECT, REFUSED, validated
 from ..server.requests.pieces import Head
@@ -57,7 +55,7 @@ def run_prompts_file(args: argparse.Namespace, constraint: Constraint | None, ra
         KeyboardInterrupt: interrupted; finished results are written.
     """
     if ranks is not None and ranks.rank > 0:
-        engine = make_engine(args, ranks)
+        engine = engine_for(args, ranks)
         engine.start(is_watched=False)
         engine.thread.join()
         if engine.start_error is not None:
@@ -66,12 +64,12 @@ def run_prompts_file(args: argparse.Namespace, constraint: Constraint | None, ra
     lines = read_lines(args.prompts_file)
     path = None if args.output is None else Path(args.output)
     with closing(Results(lines, path, sys.stdout, resume=args.resume)) as results:
-        run = BatchRun(args, make_engine(args, ranks), results, constraint, is_ranked=ranks is not None)
+        run = BatchRun(args, engine_for(args, ranks), results, constraint, is_ranked=ranks is not None)
         asyncio.run(run.run())
     return from_rank_0(ranks, lambda: results.counts.failed)
 
 
-def make_engine(args: argparse.Namespace, ranks: Ranks | None) -> EngineThread:
+def engine_for(args: argparse.Namespace, ranks: Ranks | None) -> EngineThread:
     """Return an engine thread for the model of a command line; it has not started."""
     model = args.model or importlib.import_module("mlx_lm.generate").DEFAULT_MODEL
     args = argparse.Namespace(
@@ -88,18 +86,7 @@ def make_engine(args: argparse.Namespace, ranks: Ranks | None) -> EngineThread:
         }
     )
     config = ServerConfig(mtp=args.mtp)
-    watch = MemoryWatch() if ranks is None else ranked_memory_watch(config.memory_watermark, ranks)
-    make_loop = new_loop if ranks is None else functools.partial(RankedLoop, ranks)
-    engine: EngineThread
-    engine = EngineThread(
-        LoadedModels(args, config, ranks),
-        ServerStats(),
-        watch,
-        0,
-        make_loop=make_loop,
-        on_start_error=lambda error: engine.fail_all("the model cannot be loaded"),
-    )
-    return engine
+    return make_engine(LoadedModels(args, config, ranks), ServerStats(), WATERMARK, 0, ranks)
 
 
 class BatchRun:

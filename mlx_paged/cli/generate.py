@@ -31,8 +31,8 @@ from ..model_folder import (
 )
 from ..patches.patch import replaced
 from ..ranks.ranks import Ranks
-from ..server.constraint import Constraint
 from ..server.errors import RequestRefused
+from ..server.request import Constraint
 from ..warn import warn_once
 from . import over_ranks
 from .prompts_file import load_object

@@ -170,7 +170,7 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
         logging.warning("unknown version of mlx_lm.server (%s): running its own code", changed)
         run_upstream(args, config)
         return
-    from ..server.http import LOOPBACK
+    from ..server.app import LOOPBACK
     from ..server.service import Service
 
     unify_log_format()

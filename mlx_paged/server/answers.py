@@ -193,36 +193,13 @@ BEAT_SECONDS = 1.0  # without a write, after which a keep-alive comment is sent
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class Client:
-    """A client that waits for its answer; watches for its disconnect. For the event loop.
-
-    Args:
-        work: carries the answer; fails with ClientGone when the client disconnects.
-        receive: ASGI's; the request body has been read.
-    """
-
-    def __init__(self, work: Work, receive: Any) -> None:
-        self.work, self._receive = work, receive
-        self._watch = asyncio.create_task(self._until_gone())
-
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.work.fail(ClientGone())
-
-    def close(self) -> None:
-        """Stop watching, and end the work."""
-        self._watch.cancel()
-        self.work.close()
-
-
 class AnswerResponse(Response):
     """The HTTP response with a request's answers. An event stream starts with the first event, or after a second:
     errors found before that still get their HTTP status.
 
     Args:
-        client: the client that waits for it.
-        answers: the answers, fed from the client's work.
+        work: carries the answers to the client.
+        answers: the answers, fed from the work.
         form: the API's response format.
         log: log entry of the request.
         headers: additional headers.
@@ -231,7 +208,7 @@ class AnswerResponse(Response):
 
     def __init__(
         self,
-        client: Client,
+        work: Work,
         answers: Answers,
         form: Form,
         log: RequestLog,
@@ -240,8 +217,8 @@ class AnswerResponse(Response):
         streams: bool,
     ) -> None:
         super().__init__(headers=headers)
-        self._client, self._work = client, client.work
-        self._answers, self._form, self._log, self._given, self._streams = answers, form, log, headers, streams
+        self._work, self._answers, self._form, self._log = work, answers, form, log
+        self._given, self._streams = headers, streams
         self._has_begun = False
         self._last = time.monotonic()
 
@@ -264,7 +241,7 @@ class AnswerResponse(Response):
             await self._write(events_text(self._form.failed(refusal)))
             await self._write(b"", more=False)
         finally:
-            self._client.close()
+            self._work.close()
             self._answers.note_in(self._log)
 
     async def _stream_events(self) -> None:

@@ -18,8 +18,8 @@ from ..errors import GrammarError
 from ..grammar.compiler import GrammarCompiler, GrammarSource, json_in_lark, text_in_lark
 from ..grammar.grammar import CompiledGrammar, ThinkingBudget
 from .call_formats import HARMONY_TOKENS, CallForm, call_form, local_schema, types_of
-from .constraint import Constraint, Tool, Tools
 from .errors import RequestRefused, invalid
+from .request import Constraint, Tool, Tools
 
 SCALARS = {"integer", "number", "boolean", "null"}
 MAX_THINK_TOKENS = 16  # at a prompt's end, that begin reasoning

@@ -16,14 +16,12 @@ if TYPE_CHECKING:
     from .texts import LoadedTexts
 
 T = TypeVar("T")
-WAITING_THREADS = 4
-SMALL_BYTES = 64 << 10  # up to this size, bodies and prompts have a thread of their own
+THREADS = 4  # more would take the interpreter from the thread that computes
 MAX_DEFAULT_TOKENS = 1 << 16  # of an answer, if neither the request, --max-tokens nor the model sets a limit
 
 
 class PromptMaker:
-    """Makes the prompts of requests. Large and small ones have a thread each, so that a text of millions of tokens
-    delays no small request.
+    """Makes the prompts of requests, in a few worker threads, so that a text of millions of tokens delays no small one.
 
     Args:
         default_tokens: most tokens of an answer if the request does not say; None: what fits the model's context.
@@ -32,15 +30,13 @@ class PromptMaker:
     def __init__(self, *, default_tokens: int | None = None) -> None:
         self.num_waiting = 0
         self._default_tokens = default_tokens
-        self._small, self._large = (ThreadPoolExecutor(1, thread_name_prefix="prompts") for _ in range(2))
-        self._compiling = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="grammars")  # they mostly wait
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
 
-    async def run(self, work: Callable[[], T], *, size: int = 0) -> T:
-        """Run ``work`` in the worker thread for its ``size`` in bytes, and return its result."""
-        pool = self._small if size <= SMALL_BYTES else self._large
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in a worker thread, and return its result."""
         self.num_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             self.num_waiting -= 1
 
@@ -55,7 +51,7 @@ class PromptMaker:
         if (constraint := request.constraint) is None:
             return
         compiled = lambda: texts.compile(constraint) if is_wanted() else None  # noqa: E731
-        request.grammar = await asyncio.get_running_loop().run_in_executor(self._compiling, compiled)
+        request.grammar = await asyncio.to_thread(compiled)  # it mostly waits
         if request.grammar is None:
             request.constraint = None  # so that other ranks do not compile it either
 
@@ -89,13 +85,6 @@ class PromptMaker:
             check_images(given, texts)
             given = replace(given, messages=steady_messages(given.messages))
         return texts.make_prompt(given, limits)
-
-
-def size_of(given: Input) -> int:
-    """Return roughly the bytes of a text, a chat or tokens."""
-    if isinstance(given, str | list):
-        return len(given)
-    return sum(len(str(message.get("content"))) for message in given.messages) + len(str(given.tools or ""))
 
 
 def check_images(given: Input, texts: LoadedTexts) -> None:

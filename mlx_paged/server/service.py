@@ -16,12 +16,10 @@ from typing import Any, NoReturn
 import uvicorn
 
 from ..errors import ConfigError
-from .app import make_app
-from .engine_loop import CLOSING
-from .engine_thread import LAST_SECONDS
+from .app import Parts, make_app
+from .engine_thread import CLOSING, LAST_SECONDS
 from .errors import start_status
 from .http import MAX_CONNECTIONS, MAX_HEADER_BYTES, SOCKET_SECONDS, raise_file_limit
-from .parts import Parts
 
 BACKLOG = 1024  # so that the system refuses no burst of connections
 LOG_SECONDS = 10.0
@@ -34,7 +32,7 @@ def fail_start(message: object) -> None:
 
 
 class Service(Parts):
-    """One server, running. Has the arguments of :class:`.parts.Parts`."""
+    """One server, running. Has the arguments of :class:`.app.Parts`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

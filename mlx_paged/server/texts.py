@@ -16,12 +16,11 @@ from mlx_lm import server as upstream
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
+from .agents import Refusals, fitted, fitted_tools, refusals_of
 from .call_formats import text_marks
-from .constraint import Constraint
 from .errors import RequestRefused, invalid
-from .fitted import Refusals, fitted, fitted_tools, refusals_of
 from .grammars import TokenizerGrammars, ends_in_reasoning, unwrapped
-from .request import ChatInput, Input, Prompt, PromptLimits, ServerRequest
+from .request import ChatInput, Constraint, Input, Prompt, PromptLimits, ServerRequest
 
 EFFORT = "reasoning_effort"
 KNOWN_TOKENS = 1 << 15  # whose texts are kept: an answer with 20 log-probabilities asks for as many in each step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from ..errors import without_frames
@@ -73,9 +73,8 @@ class Work:
     Attributes:
         is_open: whether the client is connected and wants more.
         is_gone: it has failed, or, on several ranks, all of them know that its client has gone.
-        scoring: yields the rest of its prompts' scores.
         num_tokens: tokens generated so far.
-        state: ``queued``, ``batched``, ``scoring`` or ``alone``; for reports only.
+        state: ``queued``, ``scoring``, ``scored``, ``batched`` or ``alone``.
     """
 
     def __init__(
@@ -88,9 +87,9 @@ class Work:
     ) -> None:
         self.request, self.key, self.loop, self.is_shared = request, key, loop, is_shared
         self.is_open, self.is_gone = True, False
-        self.scoring: Iterator[Scores | None] | None = None
         self.num_tokens = 0
         self.state = "queued"
+        self._watch: asyncio.Task[None] | None = None
         self._items: list[Any] = []
         self._error: BaseException | None = None
         self._arrived = asyncio.Event()
@@ -101,6 +100,20 @@ class Work:
         return not self.is_gone and (self.is_shared or self.is_open)
 
     # In the event loop ----------------------------------------------------------------------------------------
+
+    def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        """Fail with ClientGone when the client disconnects.
+
+        Args:
+            receive: ASGI's; the request's body has been read.
+        """
+
+        async def until_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.fail(ClientGone())
+
+        self._watch = asyncio.create_task(until_gone())
 
     def feed(self, items: list[Any]) -> None:
         """Add items from the engine thread; an exception among them ends the work."""
@@ -138,6 +151,8 @@ class Work:
     def close(self) -> None:
         """Tell the engine thread that nothing more is wanted, and drop unread items."""
         self.is_open = False
+        if self._watch is not None:
+            self._watch.cancel()
         self._items.clear()
 
 

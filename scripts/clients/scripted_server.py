@@ -19,9 +19,8 @@ from typing import Any
 from mlx_paged.cli import server
 from mlx_paged.engine.sharing import common_length
 from mlx_paged.grammar.compiler import GrammarSource
-from mlx_paged.server.constraint import Constraint
 from mlx_paged.server.prompting import PromptMaker
-from mlx_paged.server.request import ChatInput
+from mlx_paged.server.request import ChatInput, Constraint
 
 SHELLS = ("bash", "shell", "exec_command", "shell_command", "local_shell")
 DESCRIPTION = "Read the next file"

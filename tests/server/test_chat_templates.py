@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.server.fitted import Refusals, fitted
+from mlx_paged.server.agents import Refusals, fitted
 from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import ChatInput, PromptLimits
 from mlx_paged.server.requests.chat import ChatBody, chat_request

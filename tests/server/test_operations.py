@@ -17,7 +17,7 @@ import pytest
 from mlx_paged.cli.server import parse
 from mlx_paged.server import texts as server_texts
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.prompting import MAX_DEFAULT_TOKENS, SMALL_BYTES, PromptMaker
+from mlx_paged.server.prompting import MAX_DEFAULT_TOKENS, PromptMaker
 from mlx_paged.server.request import Prompt, PromptLimits, ServerRequest
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import FaultyServer, ServerProcess
@@ -156,7 +156,7 @@ def test_small_prompts_do_not_wait_for_a_huge_one() -> None:
     released = threading.Event()
 
     def make(given: Any, limits: PromptLimits) -> Prompt:
-        if len(given) > SMALL_BYTES:
+        if len(given) > 5:
             assert released.wait(60)
         return Prompt.of_tokens([1])
 
@@ -165,9 +165,9 @@ def test_small_prompts_do_not_wait_for_a_huge_one() -> None:
 
     async def run() -> None:
         def made(text: str) -> Any:
-            return maker.run(lambda: maker.complete(ServerRequest([text]), texts), size=len(text))
+            return maker.run(lambda: maker.complete(ServerRequest([text]), texts))
 
-        huge = asyncio.create_task(made("a" * (SMALL_BYTES + 1)))
+        huge = asyncio.create_task(made("a" * 6))
         for _ in range(3):
             await made("Hello")
         assert not huge.done() and maker.num_waiting == 1

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_paged.server.stops import StopList, StopScanner
+from mlx_paged.server.row import StopScanner
 from tests.support.server.answers import cut_of
 
 
@@ -43,7 +42,7 @@ def cases(draw: st.DrawFn) -> tuple[str, list[str]]:
 def test_the_text_is_cut_before_the_first_stop_string(case: tuple[str, list[str]], ends: list[int]) -> None:
     text, stops = case
     expected = cut_of(text, stops)
-    searched = StopScanner(StopList(stops))
+    searched = StopScanner(stops)
     shown = taken = ""
     for piece in pieces_of(text, ends):
         taken += piece
@@ -65,14 +64,14 @@ def test_borders_of_pieces_do_not_matter(case: tuple[str, list[str]], ends: list
     text, stops = case
     found = []
     for each in (ends, others):
-        searched = StopScanner(StopList(stops))
+        searched = StopScanner(stops)
         parts = [searched.feed(piece) for piece in pieces_of(text, each)]
         found.append("".join(parts) + searched.feed("", is_last=True))
     assert found[0] == found[1]
 
 
 def test_text_that_cannot_begin_a_stop_string_is_shown_at_once() -> None:
-    searched = StopScanner(StopList(["stop here"]))
+    searched = StopScanner(["stop here"])
     assert searched.feed("Do not sto") == "Do not "
     assert searched.feed("w it, st") == "stow it, "
     assert searched.feed("o") == ""
@@ -82,35 +81,12 @@ def test_text_that_cannot_begin_a_stop_string_is_shown_at_once() -> None:
 
 
 def test_partial_stop_string_is_shown_when_the_text_ends() -> None:
-    searched = StopScanner(StopList(["###"]))
+    searched = StopScanner(["###"])
     assert searched.feed("a ##") == "a "
     assert searched.feed("", is_last=True) == "##"
     assert searched.found is None
 
 
 def test_without_stop_strings_everything_is_shown() -> None:
-    searched = StopScanner(StopList([]))
+    searched = StopScanner([])
     assert searched.feed("text") == "text" and searched.feed("", is_last=True) == "" and searched.found is None
-
-
-def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        StopList(["a", ""])
-
-
-def test_scanning_takes_at_most_two_checks_per_character(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each check either drops a position for good or ends a feed, however long the partial matches are."""
-    stops = StopList(["a" * length + "b" for length in range(900, 910)] + [chr(0x4E00 + n) for n in range(2000)])
-    asked = 0
-    may_begin_with = StopList.may_begin_with
-
-    def counted(self: StopList, text: str) -> bool:
-        nonlocal asked
-        asked += 1
-        return may_begin_with(self, text)
-
-    monkeypatch.setattr(StopList, "may_begin_with", counted)
-    searched = StopScanner(stops)
-    text = ("a" * 899 + "c") * 3
-    assert "".join(searched.feed(character) for character in text) == text
-    assert asked <= 2 * len(text)

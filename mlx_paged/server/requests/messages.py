@@ -11,23 +11,21 @@ from pydantic import AfterValidator, Field, model_validator
 from ..agents import result_text
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
-from .chat import TemplateParameters, engine_options, stop_list, template_kwargs
-from .constraints import (
-    FlatSchemaFormat,
-    NamedFunction,
-    NamedTool,
-    SchemaFormat,
-    StructuredOutputs,
-    ToolParameters,
-)
+from .chat import TemplateParameters, engine_options, template_kwargs
 from .fields import (
     Body,
+    FlatSchemaFormat,
     ModelParameters,
+    NamedFunction,
+    NamedTool,
     SamplingParameters,
+    SchemaFormat,
     Several,
     Stops,
+    StructuredOutputs,
     Tokens,
     ToolList,
+    ToolParameters,
     check_not_empty,
     check_stops,
 )
@@ -143,7 +141,7 @@ def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerReque
         ],
         max_tokens=getattr(body, "max_tokens", None),
         calls_once=asked.parallel_tool_calls is False,
-        stops=stop_list(body.stop_sequences),
+        stops=tuple(body.stop_sequences or ()),
         constraint=asked.constraint(),
         **{**engine_options(body, defaults), "keeps": _kept_part(body)},
     )

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
+from mlx_paged.server.app import Gate
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.http import Gate
 from mlx_paged.server.prompting import check_images
 from mlx_paged.server.request import ChatInput
 from tests.support.models.tiny_model import VOCAB

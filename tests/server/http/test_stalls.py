@@ -18,8 +18,7 @@ from pydantic import AfterValidator
 
 from mlx_paged.server import app
 from mlx_paged.server.call_formats import TextMarks
-from mlx_paged.server.engine_loop import TRIM_SECONDS
-from mlx_paged.server.engine_thread import EngineThread
+from mlx_paged.server.engine_thread import TRIM_SECONDS, EngineThread
 from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests.endpoints import Endpoint
@@ -270,10 +269,10 @@ def test_nothing_of_a_body_is_done_in_the_event_loop(
     assert threading.current_thread() not in seen.values()
 
 
-def test_open_requests_are_listed_while_others_arrive() -> None:
+def test_open_requests_are_listed_while_others_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A WeakSet raises an error if it grows while it is read."""
-    loop = MagicMock(num_waiting=0, sequences=list)
-    engine = EngineThread(MagicMock(), MagicMock(), MagicMock(), 0.0, make_loop=lambda thread: loop)
+    monkeypatch.setattr("mlx_paged.server.engine_thread.MAX_WAITING", 10_000)
+    engine = EngineThread(MagicMock(), MagicMock(), MagicMock(), 0.0)
     held = [engine.submit(Work(None)) for _ in range(5000)]
     interval, is_over = sys.getswitchinterval(), threading.Event()
 

@@ -103,10 +103,10 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 def make_tools_model(folder: Path, tokenizer: Path) -> Path:
     """Write a model with tools and reasoning into ``folder``; ``tokenizer`` is the demo model's folder."""
     make_tiny_model(folder, tokenizer)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # earlier settings repeat the tokens
         text = (folder / name).read_text()
         for old, new in RENAMED.items():
-            assert old in text
+            assert old in text or name == "tokenizer_config.json"
             text = text.replace(old, new)
         (folder / name).write_text(text)
     config = json.loads((folder / "tokenizer_config.json").read_text())

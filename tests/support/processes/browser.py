@@ -110,10 +110,6 @@ class Browser:
             time.sleep(0.1)
         return value
 
-    def press(self, key: str, code: int) -> None:
-        for kind in ("rawKeyDown", "keyUp"):
-            self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
-
     def point_at(self, selector: str) -> None:
         """Move the mouse to the middle of an element."""
         box = self.evaluate(
