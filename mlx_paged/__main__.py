@@ -13,7 +13,7 @@ from typing import Any
 from .cli.terminal import orderly_end, version_text
 from .config import STOCK_BITS, PagedConfig
 from .errors import ConfigError
-from .model_folder import check_model_folder, explain_load_errors, warn_if_unbounded
+from .model_folder import check_model_folder, explain_load_errors
 from .patches.patch import replaced
 
 OWN = {
@@ -121,8 +121,7 @@ def _run_upstream(arguments: list[str]) -> None:
     try:
         if command in ("chat", "cache_prompt"):
             module = importlib.import_module(f"mlx_lm.{command}")
-            names = {"make_prompt_cache": _warning_if_unbounded(module.make_prompt_cache)}
-            names["load"] = explain_load_errors(module.load)
+            names = {"load": explain_load_errors(module.load)}
             if command == "chat":
                 names["stream_generate"] = _ending_at_interrupt(module.stream_generate)
             with replaced(module, **names):
@@ -183,17 +182,6 @@ def _ending_at_interrupt(stream_generate: Callable[..., Any]) -> Callable[..., A
             signal.signal(signal.SIGINT, before)
 
     return stream
-
-
-def _warning_if_unbounded(make_prompt_cache: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Wrap mlx-lm's function so that it warns on stderr if ``--max-kv-size`` has no effect."""
-
-    def make(model: Any, max_kv_size: int | None = None) -> list[Any]:
-        if max_kv_size is not None:
-            warn_if_unbounded(model)
-        return make_prompt_cache(model, max_kv_size)
-
-    return make
 
 
 if __name__ == "__main__":

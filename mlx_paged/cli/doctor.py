@@ -23,7 +23,6 @@ from ..errors import ConfigError
 from ..kernels.availability import device_unsupported_reason
 from ..kernels.build import backend, compiled_by, gpu_cores
 from ..kernels.fused_attention import NAX_RELEASE, wheel_release
-from ..kv.geometry import Geometry, PageFormat
 from .doctor_kernels import HEADER, rows
 from .generate import raise_cpu_cache_limit
 from .terminal import add_version, orderly_end, rate
@@ -63,17 +62,6 @@ def facts() -> dict[str, str]:
 def _system() -> str:
     release = f"macOS {mac}" if (mac := platform.mac_ver()[0]) else f"{platform.system()} {platform.release()}"
     return f"{release} {platform.machine()}"
-
-
-def _pages(page_format: PageFormat) -> str:
-    """Describe pages of this format: bytes of a token's keys and values against 16 bits, for heads of popular sizes."""
-    parts = []
-    for dim in (64, 96, 128, 256):
-        dense = Geometry(1, dim, dim, mx.bfloat16)
-        pages, why = dense.in_format(page_format, None)
-        size = f"{pages.bytes_per_token()} of {dense.bytes_per_token()} bytes" if why is None else "not quantised"
-        parts.append(f"{dim}: {size}")
-    return f"{page_format}; a head's keys and values of a token: {', '.join(parts)}"
 
 
 def _memory(info: Mapping[str, Any]) -> str:
@@ -218,8 +206,6 @@ def run(config: PagedConfig, report_file: Path | None = None) -> int:
     begin = time.perf_counter()
     report = Report(report_file)
     found = facts() | {name: value for name, value in os.environ.items() if _is_reported(name)}
-    if config.page_format is not None:
-        found["pages"] = _pages(config.page_format)
     for name, value in found.items():
         report.say(f"{name:<16}{value}")
     report.say(f"\n{HEADER}\n{'-' * len(HEADER)}")

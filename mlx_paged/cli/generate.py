@@ -25,8 +25,6 @@ from ..machine import memory_beside
 from ..model_folder import (
     check_model_folder,
     explain_load_errors,
-    warn_if_unbounded,
-    warn_max_kv_size_ignored,
     weight_bytes,
 )
 from ..patches.patch import replaced
@@ -184,8 +182,6 @@ def run(
         from ..patches.models.mtp import find_head, folder_of
 
         find_head(folder_of(args.model or upstream.DEFAULT_MODEL))
-    if args.max_kv_size is not None and args.draft_model is not None:
-        warn_max_kv_size_ignored("a draft model requires an unbounded cache")
     load = upstream.load if ranks is None else over_ranks.loading(ranks, pipeline=args.pipeline)
     names: dict[str, Any] = {"setup_arg_parser": setup_arg_parser, "load": explain_load_errors(load)}
     if args.pipeline:
@@ -324,8 +320,6 @@ def _generate_step(
         kv_bits = KVBits.of(kw)
         if kv_bits is None or kv_bits.format is not None:
             kw["prompt_cache"] = patches.adopt_prompt_cache(model, cache)
-    if kw.get("max_kv_size") is not None:
-        warn_if_unbounded(model, has_cache=cache is not None)
     with PrefillProgress() as bar:
         if len(models) == 1 and kw.get("prompt_progress_callback") is None:
             kw["prompt_progress_callback"] = bar

@@ -46,7 +46,7 @@ def test_max_kv_size_gives_stock_text_alone_and_in_a_batch(tmp_path: Path) -> No
     for prompt, text in zip(prompts, expected, strict=True):
         run = generate(folder, "--prompt", prompt, *bounded, "--cache-stats", "--kv-block-size", 8)
         assert text_of(run) == text
-        assert run.stderr.count("keeps a sequence's first tokens") == 1 and "has no effect" not in run.stderr
+        assert run.stderr.count("keeps a sequence's first tokens") == 1
 
 
 def test_no_paged_runs_stock(folder: Path) -> None:
@@ -170,21 +170,6 @@ def test_interrupt_exits_with_130_and_no_traceback(folder: Path, command_name: s
 def test_end_of_input_ends_a_chat(folder: Path) -> None:
     run = command("chat", "--model", folder)
     assert run.returncode == 0 and "Traceback" not in run.stderr
-
-
-def test_max_kv_size_without_effect_is_reported(folder: Path, tmp_path: Path) -> None:
-    """Llama creates its own caches, so the option has no effect."""
-    said = "--max-kv-size has no effect: models of type llama define their own caches\n"
-    bounded = ("--max-kv-size", 16, "--max-tokens", 2)
-    run = generate(folder, "--prompt", PROMPT, *bounded)
-    assert run.stderr.count(said) == 1
-    assert said not in generate(folder, "--prompt", PROMPT).stderr
-    saved = command(
-        "cache_prompt", "--model", folder, "--prompt", PROMPT, "--prompt-cache-file", tmp_path / "c", *bounded[:2]
-    )
-    assert saved.returncode == 0 and saved.stderr.count(said) == 1
-    draft = generate(folder, "--prompt", PROMPT, "--draft-model", folder, *bounded)
-    assert draft.stderr.count("has no effect: a draft model requires an unbounded cache") == 1
 
 
 def test_missing_or_corrupt_model_folder_is_refused(folder: Path, tmp_path: Path) -> None:
