@@ -19,10 +19,10 @@ from ..ranks.ranks import Ranks
 from ..server.answers import Answers
 from ..server.engine_thread import EngineThread
 from ..server.errors import RequestRefused, invalid, refusal_of
+from ..server.http import in_worker
 from ..server.loaded_models import LoadedModels
 from ..server.memory import WATERMARK
 from ..server.options import ServerConfig
-from ..server.prompting import PromptMaker
 from ..server.ranked_engine import check_for_ranks, make_engine
 from ..server.report import ServerStats
 from ..server.request import Constraint, ServerRequest
@@ -111,7 +111,6 @@ class BatchRun:
     ) -> None:
         self._args, self._engine, self._results, self._constraint = args, engine, results, constraint
         self._is_ranked = is_ranked
-        self._prompts = PromptMaker(default_tokens=args.max_tokens)
         self._slots = asyncio.Semaphore((1 + QUEUED_PER_ROW) * args.batch_size)
         self._running: dict[int, Answers] = {}  # by index of the line
         names = ("top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
@@ -162,8 +161,8 @@ class BatchRun:
         self._engine.check()
         work: Work | None = None
         try:
-            request, form = await self._prompts.run(lambda: self._request_of(line, texts))
-            await self._prompts.compile(request, texts)
+            request, form = await in_worker(lambda: self._request_of(line, texts))
+            await asyncio.to_thread(texts.constrain, request)
             answers = self._running[line.index] = Answers(request, texts, form)
             work = self._engine.submit(Work(request, texts.key, asyncio.get_running_loop()))
             while not answers.are_over:
@@ -210,7 +209,7 @@ class BatchRun:
             request.sampling = replace(request.sampling, seed=args.seed + line.index)
         if self._is_ranked:
             check_for_ranks(request)
-        self._prompts.complete(request, texts)
+        texts.complete(request, args.max_tokens)
         body.stream_options = None
         return request, endpoint.form(Head("", "", 0, ""), body)
 

@@ -34,7 +34,6 @@ class Answer:
         index: its position among the request's answers.
         request: the request that it answers.
         texts: the model's tokenizer and marks.
-        streams: whether arguments of tool calls are sent while they are generated.
 
     Attributes:
         num_cached: prompt tokens that came from the prefix cache; None: the answer has not begun.
@@ -42,7 +41,7 @@ class Answer:
         num_reasoning: reasoning tokens among them.
     """
 
-    def __init__(self, index: int, request: ServerRequest, texts: LoadedTexts, *, streams: bool = False) -> None:
+    def __init__(self, index: int, request: ServerRequest, texts: LoadedTexts) -> None:
         self.index = index
         self.num_cached: int | None = None
         self.num_tokens = self.num_reasoning = 0
@@ -52,7 +51,7 @@ class Answer:
             request.prompt_of(index).initial_state,
             tools=request.tools,
             is_free=request.constraint is None or request.constraint.answer is None,
-            streams=streams,
+            streams=request.streams,
             calls_once=request.calls_once,
         )
         self._tokens: list[Token] = []  # not sent yet
@@ -95,12 +94,11 @@ class Answers:
         request: the request, with its prompts.
         texts: the model's tokenizer and parsers.
         form: the API's response format.
-        streams: whether the answers are sent while they are generated.
     """
 
-    def __init__(self, request: ServerRequest, texts: LoadedTexts, form: Form, *, streams: bool = False) -> None:
+    def __init__(self, request: ServerRequest, texts: LoadedTexts, form: Form) -> None:
         self._request, self._texts, self._form = request, texts, form
-        self._answers = [Answer(index, request, texts, streams=streams) for index in range(request.num_answers)]
+        self._answers = [Answer(index, request, texts) for index in range(request.num_answers)]
         self._pieces: list[Piece] = []  # not sent yet
         self._scores: dict[int, Scores] = {}
         self._num_open = request.num_answers
@@ -111,6 +109,10 @@ class Answers:
     @property
     def are_over(self) -> bool:
         return not self._num_open
+
+    @property
+    def are_streamed(self) -> bool:
+        return self._request.streams
 
     @property
     def have_logprobs(self) -> bool:
@@ -203,7 +205,6 @@ class AnswerResponse(Response):
         form: the API's response format.
         log: log entry of the request.
         headers: additional headers.
-        streams: whether the response is an event stream.
     """
 
     def __init__(
@@ -213,12 +214,10 @@ class AnswerResponse(Response):
         form: Form,
         log: RequestLog,
         headers: dict[str, str],
-        *,
-        streams: bool,
     ) -> None:
         super().__init__(headers=headers)
         self._work, self._answers, self._form, self._log = work, answers, form, log
-        self._given, self._streams = headers, streams
+        self._given = headers
         self._has_begun = False
         self._last = time.monotonic()
 
@@ -226,7 +225,7 @@ class AnswerResponse(Response):
         """Send the response. Raises ClientGone, and other errors only while the response can still get a status."""
         self._send_message = send
         try:
-            if self._streams:
+            if self._answers.are_streamed:
                 await self._stream_events()
                 return
             while not self._answers.are_over:

@@ -10,7 +10,6 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -27,10 +26,9 @@ from .answers import AnswerResponse, Answers
 from .clients import Clients
 from .engine_thread import CLOSING
 from .errors import RequestRefused, invalid, not_found, unavailable
-from .http import RequestLog, body_of, error_response, json_response
+from .http import RequestLog, body_of, error_response, in_worker, json_response
 from .model_names import ModelNames
 from .options import ServerConfig
-from .prompting import PromptMaker
 from .ranked_engine import check_for_ranks, make_engine
 from .report import CACHE_PAGE_HEADERS, CONTENT_TYPE, ServerStats, blocks_of, cache_page, dispatches, pages_of
 from .request import ModelKey, ServerRequest
@@ -80,7 +78,6 @@ class Parts:
         self.stats = ServerStats()
         self.names = ModelNames(default, config, cli_args.models)
         self.clients = Clients(config.api_keys)
-        self.prompts = PromptMaker(default_tokens=cli_args.max_tokens)
         self.responses = KeptResponses(MAX_KEPT_BYTES if config.response_store else 0)
         self.num_answering = 0
         self.is_draining = False
@@ -125,14 +122,13 @@ class Parts:
         Never blocks on the engine's thread; figures are a snapshot."""
         models, requests = self.engine.models, self.engine.sequences()
         texts, cache, pool = models.texts, models.prompt_cache, models.pool
-        num_waiting = self.engine.num_waiting + self.prompts.num_waiting
         path = None if texts is None else texts.key.model
         report: dict[str, Any] = {
             "model": None if path is None else os.path.basename(path.rstrip("/")),
             "health": self.health(),
             "server": self.stats.as_dict(),
             "clients": self.clients.figures(),
-            "running": {"running": sum(not each["waiting"] for each in requests), "waiting": num_waiting},
+            "running": {"running": sum(not each["waiting"] for each in requests), "waiting": self.engine.num_waiting},
             "pool": None if pool is None else pool.stats().as_dict(),
             "pages": [] if pool is None else [pages_of(group) for group in pool.groups],
             "prefix_cache": cache.figures() if hasattr(cache, "figures") else None,
@@ -242,22 +238,6 @@ async def _nothing_here(scope: Any, receive: Any, send: Any) -> None:
     raise not_found(f"no such endpoint: {scope['path'][:200]}")
 
 
-@dataclass
-class Asked:
-    """What a request to generate asks for, as read from its body.
-
-    Attributes:
-        request, form: the request and the form of its answers.
-        headers: headers of the answer.
-        streams: whether the answers are sent while they are generated.
-    """
-
-    request: ServerRequest
-    form: Form
-    headers: dict[str, str]
-    streams: bool
-
-
 class App:
     """The handlers of one server's routes."""
 
@@ -281,28 +261,28 @@ class App:
         return handle
 
     async def _generate(self, endpoint: Endpoint, http: Request, raw: bytearray, key: str | None) -> Response:
-        parts, run = self._parts, self._parts.prompts.run
-        asked = await run(lambda: self._read(endpoint, raw, key, http))
-        request = asked.request
+        parts = self._parts
+        request, form, headers = await in_worker(lambda: self._read(endpoint, raw, key, http))
         work = Work(request, request.model, asyncio.get_running_loop())
         work.watch(http.receive)
         try:
             found = await parts.engine.texts_for(request.model)
-            await run(lambda: parts.prompts.complete(request, found))
-            await parts.prompts.compile(request, found, lambda: work.is_open)
-            answers = Answers(request, found, asked.form, streams=asked.streams)
+            await in_worker(lambda: found.complete(request, parts.cli_args.max_tokens))
+            if request.constraint is not None:
+                await asyncio.to_thread(found.constrain, request, lambda: work.is_open)  # it mostly waits
+            answers = Answers(request, found, form)
             parts.engine.submit(work)
         except BaseException:
             work.close()
             raise
-        return AnswerResponse(work, answers, asked.form, _log(http), asked.headers, streams=asked.streams)
+        return AnswerResponse(work, answers, form, _log(http), headers)
 
     async def _compute(self, endpoint: Computation, http: Request, raw: bytearray) -> Response:
-        parts, run = self._parts, self._parts.prompts.run
-        body, headers = await run(lambda: self._parsed(endpoint, raw, http))
+        parts = self._parts
+        body, headers = await in_worker(lambda: self._parsed(endpoint, raw, http))
         texts = await parts.engine.texts_for(parts.names.resolve(body.model))
-        answer = lambda: json_response(endpoint.answer(body, parts.prompts, texts), headers=headers)  # noqa: E731
-        return await run(answer)
+        answer = lambda: json_response(endpoint.answer(body, texts), headers=headers)  # noqa: E731
+        return await in_worker(answer)
 
     # In a worker thread ---------------------------------------------------------------------------------------
 
@@ -314,8 +294,10 @@ class App:
         _log(http).model = self._parts.names.shown(body.model)
         return body, {"x-ignored-parameters": _header(ignored)} if ignored else {}
 
-    def _read(self, endpoint: Endpoint, raw: bytes | bytearray, key: str | None, http: Request) -> Asked:
-        """Return what a body asks for."""
+    def _read(
+        self, endpoint: Endpoint, raw: bytes | bytearray, key: str | None, http: Request
+    ) -> tuple[ServerRequest, Form, dict[str, str]]:
+        """Return the request of a body, the form of its answers, and headers."""
         parts, log = self._parts, _log(http)
         body, headers = self._parsed(endpoint, raw, http)
         keep = parts.responses.open(body, key) if endpoint is RESPONSES else None
@@ -330,7 +312,8 @@ class App:
         form = endpoint.form(_head(parts.names.shown(body.model), parts.fingerprint), body)
         if isinstance(form, ResponseForm):
             form.keep = keep
-        return Asked(request, form, headers, bool(getattr(body, "stream", False)))
+        request.streams = bool(getattr(body, "stream", False))
+        return request, form, headers
 
     def check_key(self, http: Request) -> str | None:
         """Return the request's API key; None if the server has none. Raises RequestRefused (401) for a wrong key."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,6 +22,9 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 4096
 SPARE_FILES = 256  # open files for everything but connections
 MAX_BODY_BYTES = 32 << 20  # Anthropic's own limit
+# More threads would take the interpreter from the one that computes.
+_workers = ThreadPoolExecutor(4, thread_name_prefix="prompts")
+T = TypeVar("T")
 
 
 def raise_file_limit() -> None:
@@ -28,6 +34,11 @@ def raise_file_limit() -> None:
     if 0 <= soft < wanted:  # -1: no limit
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def in_worker(work: Callable[[], T]) -> Awaitable[T]:
+    """Run what grows with a request's body in one of a few threads, so that it delays no smaller request."""
+    return asyncio.get_running_loop().run_in_executor(_workers, work)
 
 
 async def body_of(request: Request) -> bytearray:

@@ -15,9 +15,9 @@ from .engine_thread import IDLE_SECONDS, TIDY_SECONDS, EngineThread, for_seconds
 from .errors import RequestRefused
 from .loaded_models import LoadedModels
 from .memory import MemoryWatch, nearest, read_memory
-from .prompting import parts_of
 from .report import ServerStats
 from .request import ServerRequest
+from .texts import parts_of
 from .work import Work
 
 TICK_SECONDS = 1.0  # between turns without work, in which prefixes expire and memory is given back

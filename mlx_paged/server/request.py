@@ -154,6 +154,7 @@ class ServerRequest:
         scores_prompt: also return log-probabilities of the prompt's tokens.
         has_no_answer: return only the prompt.
         calls_once: return only the first tool call of an answer.
+        streams: the answers are sent while they are generated.
         stops: strings that end an answer.
         constraint: what the answer has to be, for any model.
         grammar: the constraint compiled for this model's tokens.
@@ -182,6 +183,7 @@ class ServerRequest:
     scores_prompt: bool = False
     has_no_answer: bool = False
     calls_once: bool = False
+    streams: bool = False
     stops: tuple[str, ...] = ()
     constraint: Constraint | None = None
     grammar: CompiledGrammar | None = None

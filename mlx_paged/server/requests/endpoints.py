@@ -26,7 +26,6 @@ from .pieces import Form, Head
 from .responses import ResponseBody, ResponseForm, response_request
 
 if TYPE_CHECKING:
-    from ..prompting import PromptMaker
     from ..texts import LoadedTexts
 
 ERRORS = {
@@ -66,13 +65,13 @@ class Computation(NamedTuple):
 
     Attributes:
         path, summary, body, aliases: as for an :class:`Endpoint`.
-        answer: makes the answer from the body, the prompt maker and the model's texts. It is called in a worker thread.
+        answer: makes the answer from the body and the model's texts. It is called in a worker thread.
     """
 
     path: str
     summary: str
     body: type[Body]
-    answer: Callable[[Any, PromptMaker, LoadedTexts], dict[str, Any]]
+    answer: Callable[[Any, LoadedTexts], dict[str, Any]]
     aliases: tuple[str, ...] = ()
 
 
@@ -117,13 +116,13 @@ def _input(body: TokenizeBody) -> Input:
     return ChatInput([dict(m) for m in body.messages or ()], body.tools, dict(body.chat_template_kwargs or {}))
 
 
-def tokenize(body: TokenizeBody, prompts: PromptMaker, texts: LoadedTexts) -> dict[str, Any]:
+def tokenize(body: TokenizeBody, texts: LoadedTexts) -> dict[str, Any]:
     """Return the answer of ``/tokenize``."""
-    tokens = prompts.made(_input(body), texts).tokens
+    tokens = texts.make_prompt(_input(body)).tokens
     return {"count": len(tokens), "tokens": tokens}
 
 
-def detokenize(body: DetokenizeBody, prompts: PromptMaker, texts: LoadedTexts) -> dict[str, Any]:
+def detokenize(body: DetokenizeBody, texts: LoadedTexts) -> dict[str, Any]:
     """Return the answer of ``/detokenize``."""
     if max(body.tokens) >= texts.vocab_size:
         raise invalid(f"tokens: token ids must be from 0 to {texts.vocab_size - 1}", "tokens")

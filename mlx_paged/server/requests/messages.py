@@ -32,7 +32,6 @@ from .fields import (
 from .pieces import Delta, Echo, Event, Head, Piece, Usage
 
 if TYPE_CHECKING:
-    from ..prompting import PromptMaker
     from ..texts import LoadedTexts
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -147,9 +146,9 @@ def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerReque
     )
 
 
-def count_tokens(body: CountBody, prompts: PromptMaker, texts: LoadedTexts) -> dict[str, Any]:
+def count_tokens(body: CountBody, texts: LoadedTexts) -> dict[str, Any]:
     """Return the answer of ``/v1/messages/count_tokens``."""
-    return {"input_tokens": len(prompts.made(message_request(body, {}).inputs[0], texts).tokens)}
+    return {"input_tokens": len(texts.make_prompt(message_request(body, {}).inputs[0]).tokens)}
 
 
 def _kept_part(body: CountBody) -> str:

@@ -19,7 +19,6 @@ from pydantic import AfterValidator
 from mlx_paged.server import app
 from mlx_paged.server.call_formats import TextMarks
 from mlx_paged.server.engine_thread import TRIM_SECONDS, EngineThread
-from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests.endpoints import Endpoint
 from mlx_paged.server.requests.fields import ModelParameters, SamplingParameters
@@ -230,7 +229,7 @@ def test_nothing_of_a_body_is_done_in_the_event_loop(
     seen.clear()
     texts = MagicMock(capacity=None, context_length=None)
     texts.marks = TextMarks({"normal": {}})
-    texts.make_prompt = lambda given, limits: note("prompt") or Prompt.of_tokens([1])
+    texts.complete = lambda request, _: note("prompt") or request.prompts.append(Prompt.of_tokens([1]))
 
     def submit(work: Any) -> Any:
         work.feed([Begun(0, 0), Generated(0, 2, "a", "length")])
@@ -239,7 +238,7 @@ def test_nothing_of_a_body_is_done_in_the_event_loop(
     async def texts_for(key: Any) -> Any:
         return texts
 
-    service = MagicMock(prompts=PromptMaker())
+    service = MagicMock()
     service.config.strict_parameters, service.names.resolve().draft = False, None
     service.clients.name_of = lambda *_: "somebody"
     service.engine.submit, service.engine.texts_for = submit, texts_for
