@@ -8,7 +8,7 @@ import importlib
 import json
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from .over_ranks import from_rank_0
 from .prompts_file import Line, Results, read_lines
 from .terminal import bar, plural, print_stats, rate
 
-SHOW_EVERY_SECONDS = 0.2
+PROGRESS = "[{bar:30}] {n_fmt}/{total_fmt} prompts, {remaining} left"
 QUEUED_PER_ROW = 2  # requests per row that wait for the engine, besides the one that runs
 
 
@@ -112,7 +112,6 @@ class BatchRun:
         self._args, self._engine, self._results, self._constraint = args, engine, results, constraint
         self._is_ranked = is_ranked
         self._slots = asyncio.Semaphore((1 + QUEUED_PER_ROW) * args.batch_size)
-        self._running: dict[int, Answers] = {}  # by index of the line
         names = ("top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
         self._defaults = {"temperature": args.temp} | {name: getattr(args, name) for name in names}
 
@@ -120,7 +119,6 @@ class BatchRun:
         """Compute until every prompt has a result. Raises the error if the model cannot be loaded."""
         engine = self._engine
         engine.start(is_watched=False)
-        tasks: list[asyncio.Task[None]] = []
         try:
             try:
                 texts = await engine.texts_for(None)
@@ -128,22 +126,16 @@ class BatchRun:
                 raise engine.start_error or refusal from None
             for token in self._args.extra_eos_token:
                 texts.tokenizer.add_eos_token(token)
-            begin = time.monotonic()
-            progress = asyncio.create_task(self._show_progress(begin))
-            tasks.append(progress)
-            async with asyncio.TaskGroup() as group:
-                for line in self._results.missing:
-                    await self._slots.acquire()
-                    group.create_task(self._answer(line, texts))
-            progress.cancel()
-            with suppress(asyncio.CancelledError):
-                await progress
+            begin, counts = time.monotonic(), self._results.counts
+            with bar(counts.total, PROGRESS, initial=counts.done) as progress:
+                async with asyncio.TaskGroup() as group:
+                    for line in self._results.missing:
+                        await self._slots.acquire()
+                        group.create_task(self._answer(line, texts)).add_done_callback(lambda _: progress.update())
             self._report(time.monotonic() - begin)
         except ExceptionGroup as failed:  # a result cannot be written
             raise failed.exceptions[0] from None
         finally:
-            for task in tasks:
-                task.cancel()
             engine.stop(None)
 
     async def _answer(self, line: Line, texts: Any) -> None:
@@ -152,7 +144,6 @@ class BatchRun:
         except RequestRefused as refusal:
             fields = {"error": str(refusal)}
         finally:
-            self._running.pop(line.index, None)
             self._slots.release()
         self._results.add(line, **fields)
 
@@ -163,7 +154,7 @@ class BatchRun:
         try:
             request, form = await in_worker(lambda: self._request_of(line, texts))
             await asyncio.to_thread(texts.constrain, request)
-            answers = self._running[line.index] = Answers(request, texts, form)
+            answers = Answers(request, texts, form)
             work = self._engine.submit(Work(request, texts.key, asyncio.get_running_loop()))
             while not answers.are_over:
                 answers.add(await work.receive())
@@ -212,28 +203,6 @@ class BatchRun:
         texts.complete(request, args.max_tokens)
         body.stream_options = None
         return request, endpoint.form(Head("", "", 0, ""), body)
-
-    async def _show_progress(self, begin: float) -> None:
-        with bar(self._results.counts.total, "[{bar:30}] {desc}") as shown:
-            while True:
-                usages = [answers.usage() for answers in self._running.values()]
-                shown.desc = self._progress(time.monotonic() - begin)
-                underway = sum(usage.completion / self._args.max_tokens for usage in usages)
-                shown.n = min(self._results.counts.done + underway, shown.total)
-                shown.refresh()
-                await asyncio.sleep(SHOW_EVERY_SECONDS)
-
-    def _progress(self, seconds: float) -> str:
-        """Return what is done after some seconds, as text."""
-        counts, figures, pool = self._results.counts, self._engine.stats.as_dict(), self._engine.models.pool
-        text = f"{counts.done}/{plural(counts.total, 'prompt')}"
-        text += f", {counts.failed} failed" if counts.failed else ""
-        num_prompt_tokens = figures["computed_prompt_tokens"] + figures["cached_tokens"]
-        text += f", {plural(num_prompt_tokens, 'prompt token')}" if num_prompt_tokens else ""
-        text += f", {rate(figures['generated_tokens'], seconds)}"
-        if pool is not None and (stats := pool.stats()).budget_bytes:
-            text += f", pool {100 * stats.bytes_in_use / stats.budget_bytes:.0f} % in use"
-        return text
 
     def _report(self, seconds: float) -> None:
         """Print what was done, with ``--verbose``, and the pool's statistics, with ``--cache-stats``."""

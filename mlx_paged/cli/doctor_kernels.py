@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     dtype: mx.Dtype
     head_dim: int
     gqa: int
-    block_size: int
+    block_size: int = 32
     softcap: bool = False
     sinks: bool = False
 
@@ -48,50 +48,32 @@ class Shape(NamedTuple):
         return f"{name:>8} D{self.head_dim:<3} gqa {self.gqa:<2} block {self.block_size:<3}{extras}"
 
 
-class Attention(NamedTuple):
-    """Attention of a model: ``head_dim``, query heads per KV head (``gqa``), and whether it has a softcap or sinks."""
-
-    head_dim: int
-    gqa: int
-    softcap: bool = False
-    sinks: bool = False
-
-
+POPULAR_DTYPE = mx.bfloat16  # of models; other dtypes are checked with the most common shape only
 POPULAR = {
-    Attention(64, 4): "Llama 3.2 1B",
-    Attention(64, 7): "Qwen2.5 0.5B",
-    Attention(64, 8, sinks=True): "gpt-oss",
-    Attention(80, 1): "Phi-2",
-    Attention(96, 1): "Phi-3 mini",
-    Attention(128, 2): "Qwen3 0.6B, 1.7B; Gemma 3 27B",
-    Attention(128, 2, softcap=True): "Gemma 2 27B",
-    Attention(128, 3): "Llama 3.2 3B; Phi-4 mini",
-    Attention(128, 4): "Llama 3.1 8B; Mistral 7B; Qwen3 4B, 8B; Phi-4",
-    Attention(128, 5): "Qwen3 14B; Qwen2.5 14B, 32B",
-    Attention(128, 6): "Qwen2.5 1.5B",
-    Attention(128, 7): "Qwen2.5 7B",
-    Attention(128, 8): "Llama 3.1 70B; Qwen3 32B; Qwen2.5 3B",
-    Attention(256, 2): "Gemma 3 4B, 12B",
-    Attention(256, 2, softcap=True): "Gemma 2 2B, 9B",
-    Attention(256, 4): "Gemma 3 1B",
+    Shape(POPULAR_DTYPE, 64, 4): "Llama 3.2 1B",
+    Shape(POPULAR_DTYPE, 64, 7): "Qwen2.5 0.5B",
+    Shape(POPULAR_DTYPE, 64, 8, sinks=True): "gpt-oss",
+    Shape(POPULAR_DTYPE, 80, 1): "Phi-2",
+    Shape(POPULAR_DTYPE, 96, 1): "Phi-3 mini",
+    Shape(POPULAR_DTYPE, 128, 2): "Qwen3 0.6B, 1.7B; Gemma 3 27B",
+    Shape(POPULAR_DTYPE, 128, 2, softcap=True): "Gemma 2 27B",
+    Shape(POPULAR_DTYPE, 128, 3): "Llama 3.2 3B; Phi-4 mini",
+    Shape(POPULAR_DTYPE, 128, 4): "Llama 3.1 8B; Mistral 7B; Qwen3 4B, 8B; Phi-4",
+    Shape(POPULAR_DTYPE, 128, 5): "Qwen3 14B; Qwen2.5 14B, 32B",
+    Shape(POPULAR_DTYPE, 128, 6): "Qwen2.5 1.5B",
+    Shape(POPULAR_DTYPE, 128, 7): "Qwen2.5 7B",
+    Shape(POPULAR_DTYPE, 128, 8): "Llama 3.1 70B; Qwen3 32B; Qwen2.5 3B",
+    Shape(POPULAR_DTYPE, 256, 2): "Gemma 3 4B, 12B",
+    Shape(POPULAR_DTYPE, 256, 2, softcap=True): "Gemma 2 2B, 9B",
+    Shape(POPULAR_DTYPE, 256, 4): "Gemma 3 1B",
 }
-# Models come in bfloat16; other dtypes are checked with the most common shape only.
-POPULAR_DTYPE = mx.bfloat16
-COMMON = Attention(128, 4)
+COMMON = Shape(POPULAR_DTYPE, 128, 4)
 
 
 def popular_shapes(block_size: int) -> Iterator[Shape]:
     """Yield the shapes of popular models."""
-    for attention in POPULAR:
-        yield Shape(POPULAR_DTYPE, attention.head_dim, attention.gqa, block_size, attention.softcap, attention.sinks)
-    for dtype in DTYPES:
-        if dtype != POPULAR_DTYPE:
-            yield Shape(dtype, COMMON.head_dim, COMMON.gqa, block_size)
-
-
-def models_of(shape: Shape) -> str:
-    """Return the popular models with this shape, or an empty string."""
-    return POPULAR.get(Attention(shape.head_dim, shape.gqa, shape.softcap, shape.sinks), "")
+    yield from (shape._replace(block_size=block_size) for shape in POPULAR)
+    yield from (COMMON._replace(dtype=dtype, block_size=block_size) for dtype in DTYPES if dtype != POPULAR_DTYPE)
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
@@ -153,8 +135,8 @@ def _rows_of_shape(shape: Shape, config: PagedConfig) -> Iterator[Row]:
             use += " FAILED: attention over the pool differs from dense attention"
     except (PagedCacheError, RuntimeError, ValueError) as failure:
         passed, use = False, f"FAILED: {type(failure).__name__}: {str(failure)[:500]}"
-    if models_of(shape):
-        use += f" [{models_of(shape)}]"
+    if models := POPULAR.get(shape._replace(dtype=POPULAR_DTYPE, block_size=COMMON.block_size)):
+        use += f" [{models}]"
     if device_unsupported_reason() is not None:
         yield Row(passed, str(shape), "-", error, None, None, use)
         return

@@ -44,14 +44,10 @@ from .terminal import (
     restrict,
     whole_number,
 )
-from .upstream_parser import parser_of, show_first
+from .upstream_parser import parser_of
 
 CPU_CACHE_LIMIT = 1 << 30
 MTP = "Let the model's multi-token prediction head propose up to --num-draft-tokens tokens, which the model verifies"
-COMMON_FLAGS = (
-    *("--model", "--prompt", "--system-prompt", "--max-tokens", "--temp", "--prompts-file"),
-    *("--kv-cache-memory", "--kv-bits", "--cache-stats"),
-)
 NOT_BATCHED = {
     "prompt_cache_file": "--prompt-cache-file",
     "image": "--image",
@@ -144,7 +140,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.argv = [sys.argv[0], *argv]
         parser = parser_of("generate", "mlx_paged generate")
         extend_parser(parser)
-        show_first(parser, *COMMON_FLAGS)
         args = parser.parse(None)
         check_model_folder(args.model)
         upstream = importlib.import_module("mlx_lm.generate")  # `from mlx_lm import generate` is the function

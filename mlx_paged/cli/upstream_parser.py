@@ -67,15 +67,3 @@ def parser_of(name: str, prog: str) -> Parser:
             parser = complete.parser
     parser.prog = prog
     return parser
-
-
-def show_first(parser: argparse.ArgumentParser, *flags: str) -> None:
-    """List these flags before all others in the help."""
-    first = parser.add_argument_group("common options")
-    for group in parser._action_groups[:-1]:
-        moved = [action for action in group._group_actions if set(flags) & set(action.option_strings)]
-        for action in moved:
-            group._group_actions.remove(action)
-        first._group_actions += moved
-    parser._action_groups.remove(first)
-    parser._action_groups.insert(0, first)

@@ -19,7 +19,7 @@ from .errors import refusal_of
 from .http import SOCKET_SECONDS, RequestLog, json_response
 from .request import ServerRequest
 from .requests.pieces import Delta, Echo, Event, Form, Piece, Token, Usage
-from .work import Begun, ClientGone, Generated, Scores, Work
+from .work import ClientGone, Generated, Scores, Work
 
 if TYPE_CHECKING:
     from .texts import LoadedTexts
@@ -59,6 +59,8 @@ class Answer:
 
     def next(self, said: Generated) -> Piece | None:
         """Add the next token. Return the piece that can be sent now, or None; the last token always gives a piece."""
+        if said.num_cached is not None:
+            self.num_cached = said.num_cached
         if self._request.has_no_answer:
             return Piece(self.index, finish="length")
         text, is_last = said.text, said.finish is not None
@@ -126,8 +128,6 @@ class Answers:
                 self._num_open -= item.finish is not None
                 if (piece := self._answers[item.answer].next(item)) is not None:
                     self._pieces.append(piece)
-            elif isinstance(item, Begun):
-                self._answers[item.answer].num_cached = item.num_cached
             elif isinstance(item, Scores):
                 self._scores[item.prompt] = item
             else:

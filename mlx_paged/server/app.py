@@ -100,15 +100,6 @@ class Parts:
             raise unavailable(CLOSING)
         self.engine.check()
 
-    def check_for_ranks(self, request: ServerRequest) -> None:
-        """Raise RequestRefused (501) for what several ranks do not support."""
-        if self.ranks is None:
-            return
-        if request.model != self.names.resolve(None):
-            what = "several ranks serve only the model of --model, without other adapters or draft models"
-            raise RequestRefused(501, what, param="model")
-        check_for_ranks(request)
-
     # Health and figures ---------------------------------------------------------------------------------------
 
     def health(self) -> dict[str, Any]:
@@ -308,7 +299,8 @@ class App:
         request.model = parts.names.resolve(body.model, body.adapters, body.draft_model)
         if body.num_draft_tokens is not None and request.model.draft is None and not parts.config.mtp:
             raise invalid("num_draft_tokens requires a draft model or --mtp", "num_draft_tokens")
-        parts.check_for_ranks(request)
+        if parts.ranks is not None:
+            check_for_ranks(request, is_default=request.model == parts.names.resolve(None))
         form = endpoint.form(_head(parts.names.shown(body.model), parts.fingerprint), body)
         if isinstance(form, ResponseForm):
             form.keep = keep

@@ -23,7 +23,7 @@ from .errors import RequestRefused, unavailable
 from .memory import MemoryWatch, Pressure, trim_heap
 from .request import ModelKey, ServerRequest
 from .row import Row, fetch_logprobs
-from .work import Begun, Outbox, Progress, Scores, Work
+from .work import Outbox, Progress, Scores, Work
 
 if TYPE_CHECKING:
     from .loaded_models import LoadedModels
@@ -399,17 +399,16 @@ class EngineThread:
         work, request = row.work, row.request
         if any(value != value for value in (logprob, *(value for _, value in top))):
             raise ValueError("the model's logits contain NaN")
-        now = time.monotonic()
+        now, generated = time.monotonic(), row.next(response, logprob, top)
         if row.last_at is None:
             self._note_start(row)
             num_tokens, num_cached = len(request.prompt_of(row.index).tokens), max(0, response.num_cached)
             waited = now - request.asked_at
             self.stats.count(prompt_tokens=num_tokens, cached_tokens=num_cached, request_prompt_tokens=num_tokens)
             self.stats.count(first_tokens=1, first_token_seconds=waited, generated_tokens=1)
-            self.outbox.put(work, Begun(row.index, num_cached))
+            generated = generated._replace(num_cached=num_cached)
         else:
             self.stats.count(generated_tokens=1, between_tokens_seconds=now - row.last_at)
-        generated = row.next(response, logprob, top)
         work.num_tokens += 1
         row.last_at = now
         self.outbox.put(work, generated)

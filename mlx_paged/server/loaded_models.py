@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -515,14 +514,8 @@ class LoadedModels:
             quantized_kv_start=args.quantized_kv_start,
         ):
             key.append(generated.token)
-            yield SimpleNamespace(
-                uid=0,
-                token=generated.token,
-                text=generated.text,
-                finish_reason=generated.finish_reason,
-                logprobs=generated.logprobs,
-                num_cached=num_cached,
-            )
+            generated.uid, generated.num_cached = 0, num_cached  # as responses of a batch have
+            yield generated
             if generated.finish_reason is not None:
                 break
         with salted_store(self.prompt_cache, request.salt):

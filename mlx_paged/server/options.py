@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -19,28 +20,27 @@ DRAIN_SECONDS = 30.0
 ALIVE = ("idle_unload", "memory_watermark", "watchdog_timeout", "drain_timeout")
 
 
-def _seconds(text: str) -> float:
+def _number(text: str, what: str, allows: Callable[[float], bool]) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"must be a number of seconds greater than 0, got {text!r}")
+        value = math.nan
+    if not allows(value):
+        raise ConfigError(f"must be {what}, got {text!r}")
     return value
+
+
+def _seconds(text: str) -> float:
+    return _number(text, "a number of seconds greater than 0", lambda value: 0 < value < math.inf)
 
 
 def _seconds_or_none(text: str) -> float:
-    return 0.0 if text.strip() in ("0", "0.0") else _seconds(text)
+    return _number(text, "a number of seconds, or 0", lambda value: 0 <= value < math.inf)
 
 
 def _percent(text: str) -> float:
-    try:
-        value = float(text.strip().removesuffix("%")) / 100
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise ConfigError(f"must be a percentage from 0 to 100, got {text!r}")
-    return value
+    given = text.strip().removesuffix("%")
+    return _number(given, "a percentage from 0 to 100", lambda value: 0 <= value <= 100) / 100
 
 
 def _size(text: str) -> int:

@@ -109,8 +109,11 @@ class RankedEngine(EngineThread):
         yield from dict.fromkeys(row.work for row in self.rows.values())
 
 
-def check_for_ranks(request: ServerRequest) -> None:
-    """Raise RequestRefused (501) for what several ranks do not support."""
+def check_for_ranks(request: ServerRequest, *, is_default: bool = True) -> None:
+    """Raise RequestRefused (501) for what several ranks do not support, such as another model than the default."""
+    if not is_default:
+        what = "several ranks serve only the model of --model, without other adapters or draft models"
+        raise RequestRefused(501, what, param="model")
     if any(part.get("type") != "text" for given in request.inputs for part in parts_of(given)):
         raise RequestRefused(501, "several ranks accept only text", param="messages")
     if request.scores_prompt:

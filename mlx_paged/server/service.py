@@ -196,12 +196,8 @@ def listening(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
         raise ConfigError(f"--host: cannot resolve {host!r}: {error}") from None
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
+        return socket.create_server(address, family=family, backlog=BACKLOG)
     except OSError as error:
-        listener.close()
-        raise OSError(f"{host} port {port}: {error.strerror}; choose another port with --port") from None
-    return listener
+        why = os.strerror(error.errno or 0)
+        raise OSError(f"{host} port {port}: {why}; choose another port with --port") from None

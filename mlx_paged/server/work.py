@@ -10,13 +10,6 @@ from ..errors import without_frames
 from .request import ModelKey, ServerRequest
 
 
-class Begun(NamedTuple):
-    """Start of an answer; ``num_cached`` tokens of its prompt came from the prefix cache."""
-
-    answer: int
-    num_cached: int
-
-
 class Progress(NamedTuple):
     """Prefill progress: ``done`` of ``total`` prompt tokens of an answer are computed."""
 
@@ -37,6 +30,7 @@ class Generated(NamedTuple):
         logprob, top: log-probability of the token, and ``(id, log-probability)`` of the most likely ones, if requested.
         num_shown: with the last token, how many tokens are part of the answer, without an end token or those from a
             stop string on; None: all.
+        num_cached: with the first token, how many tokens of the prompt came from the prefix cache.
     """
 
     answer: int
@@ -47,6 +41,7 @@ class Generated(NamedTuple):
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     num_shown: int | None = None
+    num_cached: int | None = None
 
 
 class Scores(NamedTuple):

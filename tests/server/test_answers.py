@@ -16,7 +16,7 @@ from mlx_paged.server.requests.chat import ChatBody, ChatForm
 from mlx_paged.server.requests.messages import CountBody, MessageForm, MessageParam
 from mlx_paged.server.requests.pieces import Head, Piece, Usage
 from mlx_paged.server.requests.responses import ResponseBody, ResponseForm
-from mlx_paged.server.work import Begun, Generated
+from mlx_paged.server.work import Generated
 from tests.support.call_texts import WRITERS, marks_of
 
 HEAD = Head("x", "m", 0, "")
@@ -332,7 +332,7 @@ def test_message_of_a_response_has_its_own_log_probabilities() -> None:
 def test_first_of_several_answers_is_streamed_before_the_last_begins() -> None:
     request = ServerRequest([ChatInput([])], prompts=[Prompt.of_tokens([1])], n=3, streams=True)
     answers = Answers(request, JSON_TEXTS, ChatForm(HEAD, CHAT))
-    answers.add([Begun(0, 0), Generated(0, 5, "Hello")])
+    answers.add([Generated(0, 5, "Hello", num_cached=0)])
     (event,) = answers.events()
     assert event.data["choices"][0]["delta"]["content"] == "Hello"
 

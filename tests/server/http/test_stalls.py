@@ -23,7 +23,7 @@ from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests.endpoints import Endpoint
 from mlx_paged.server.requests.fields import ModelParameters, SamplingParameters
 from mlx_paged.server.requests.pieces import Head
-from mlx_paged.server.work import Begun, Generated, Work
+from mlx_paged.server.work import Generated, Work
 from scripts.soak.soak_server import growth, resident_bytes
 from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
@@ -232,7 +232,7 @@ def test_nothing_of_a_body_is_done_in_the_event_loop(
     texts.complete = lambda request, _: note("prompt") or request.prompts.append(Prompt.of_tokens([1]))
 
     def submit(work: Any) -> Any:
-        work.feed([Begun(0, 0), Generated(0, 2, "a", "length")])
+        work.feed([Generated(0, 2, "a", "length", num_cached=0)])
         return work
 
     async def texts_for(key: Any) -> Any:
