@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .cli.terminal import orderly_end, version_text
+from .cli.terminal import Parser, orderly_end, parser_of, version_text
 from .config import STOCK_BITS, PagedConfig
 from .errors import ConfigError
 from .model_folder import check_model_folder, explain_load_errors
@@ -49,24 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if command in ("-h", "--help", "--version"):
         with orderly_end("mlx_paged"):
             print(version_text() if command == "--version" else help_text())
-    elif command == "generate":
-        from .cli import generate
-
-        sys.argv = [f"{sys.argv[0]} generate", *arguments[1:]]
-        generate.main()
-    elif command == "server":
-        from .cli import server
-
-        sys.argv = [f"{sys.argv[0]} server", *arguments[1:]]
-        server.main()
-    elif command == "launch":
-        from .cli import launch
-
-        launch.main(arguments[1:])
-    elif command == "doctor":
-        from .cli import doctor
-
-        doctor.main(arguments[1:])
+    elif command in OWN:
+        sys.argv = [f"{sys.argv[0]} {command}", *arguments[1:]]
+        importlib.import_module(f".cli.{command}", __package__).main(arguments[1:])
     else:
         with orderly_end("mlx_paged"):
             _run_upstream(arguments)
@@ -91,8 +76,6 @@ def help_text() -> str:
 
 
 def _run_upstream(arguments: list[str]) -> None:
-    from .cli.upstream_parser import Parser
-
     parser = Parser(prog="mlx_paged", add_help=False, allow_abbrev=False)
     PagedConfig.add_arguments(parser)
     ours, theirs = parser.parse_known_args(arguments)
@@ -144,8 +127,6 @@ def _check_upstream(command: str, arguments: list[str]) -> None:
         SystemExit: a flag is unknown or has a bad value, or the help is printed.
         ModelFolderError: the model is a folder that cannot be used.
     """
-    from .cli.upstream_parser import parser_of
-
     try:
         parser = parser_of(command, f"mlx_paged {command}")
     except (ConfigError, ImportError):  # it lies elsewhere in mlx-lm, which checks its flags by itself

@@ -37,15 +37,9 @@ def facts() -> dict[str, str]:
     """Return the versions, the system and the device, by label."""
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
     info = mx.device_info() if on_gpu else {}
-    versions = {}
-    for package in ("mlx", "mlx-lm"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
     return {
         "mlx_paged": __version__,
-        **versions,
+        **{package: metadata.version(package) for package in ("mlx", "mlx-lm")},
         "python": platform.python_version(),
         "system": _system(),
         "device": f"{mx.default_device()} {info.get('device_name', '')}".strip(),
@@ -103,10 +97,7 @@ def demo_place() -> Path:
 
 def demo_folder() -> Path | None:
     """Return the demo model's folder, or None if it is not there."""
-    try:
-        folder = demo_place()
-    except RuntimeError:
-        return None
+    folder = demo_place()
     return folder if folder.is_dir() else None
 
 
@@ -205,7 +196,9 @@ def run(config: PagedConfig, report_file: Path | None = None) -> int:
     """
     begin = time.perf_counter()
     report = Report(report_file)
-    found = facts() | {name: value for name, value in os.environ.items() if _is_reported(name)}
+    found = facts() | {
+        name: value for name, value in os.environ.items() if name.startswith(PREFIXES) and "KEY" not in name
+    }
     for name, value in found.items():
         report.say(f"{name:<16}{value}")
     report.say(f"\n{HEADER}\n{'-' * len(HEADER)}")
@@ -218,10 +211,6 @@ def run(config: PagedConfig, report_file: Path | None = None) -> int:
     if report_file is not None:
         print(f"the report is in {report_file}")
     return report.failed
-
-
-def _is_reported(name: str) -> bool:
-    return name.startswith(PREFIXES) and "KEY" not in name
 
 
 def _verdict(failed: int, config: PagedConfig) -> str:

@@ -39,12 +39,12 @@ from .terminal import (
     add_version,
     missing_packages,
     orderly_end,
+    parser_of,
     plural,
     print_stats,
     restrict,
     whole_number,
 )
-from .upstream_parser import parser_of
 
 CPU_CACHE_LIMIT = 1 << 30
 MTP = "Let the model's multi-token prediction head propose up to --num-draft-tokens tokens, which the model verifies"
@@ -180,7 +180,7 @@ def run(
     load = upstream.load if ranks is None else over_ranks.loading(ranks, pipeline=args.pipeline)
     names: dict[str, Any] = {"setup_arg_parser": setup_arg_parser, "load": explain_load_errors(load)}
     if args.pipeline:
-        over_ranks.warn_of_pipeline()
+        warn_once(over_ranks.PIPELINE)
         args.no_paged = True
     if ranks is not None:
         args.cache_stats = args.cache_stats and ranks.rank == 0

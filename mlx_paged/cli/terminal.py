@@ -1,36 +1,38 @@
-"""Terminals: version text, types of flags, orderly ends of commands, and progress bars."""
+"""Command lines and terminals: version text, flags of mlx-lm's commands, orderly ends, and progress bars."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import errno
 import importlib.util
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
-from typing import Any, Self, TextIO
+from types import SimpleNamespace
+from typing import Any, NoReturn, Self, TextIO
 
 from tqdm import tqdm
 
-from ..errors import PagedCacheError
+from ..errors import ConfigError, PagedCacheError
 from ..kv.pool import BlockPool
+from ..patches.patch import replaced
 
 SERVER_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 INTERRUPTED = 130  # exit status of a program that SIGINT ended
 BROKEN_PIPE = 141  # and of one that SIGPIPE ended
+WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def version_text() -> str:
     """Return the versions of this package, mlx-lm and MLX, in one line."""
     from .. import __version__
 
-    others = []
-    for name in ("mlx-lm", "mlx"):
-        with suppress(metadata.PackageNotFoundError):
-            others.append(f"{name} {metadata.version(name)}")
-    return f"mlx_paged {__version__} ({', '.join(others)})"
+    return f"mlx_paged {__version__} (mlx-lm {metadata.version('mlx-lm')}, mlx {metadata.version('mlx')})"
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
@@ -73,46 +75,91 @@ def restrict(parser: argparse.ArgumentParser, flag: str, convert: Callable[[str]
         action.type = convert
 
 
+# Parsers of mlx-lm's commands ----------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the flag that was meant.
+
+    While mlx-lm's main adds its flags, :meth:`parse_args` stops it; :meth:`parse` parses.
+
+    Attributes:
+        more_flags: flags that are parsed elsewhere, and may be meant.
+    """
+
+    more_flags: tuple[str, ...] = ()
+
+    def parse_args(self, *args: Any, **options: Any) -> Any:
+        """Stop mlx-lm's main, which has made its parser."""
+        raise _CompleteError(self)
+
+    def parse(self, arguments: list[str] | None) -> argparse.Namespace:
+        """Parse a command line; None: the process's. Exits with status 2 for a usage error."""
+        return argparse.ArgumentParser.parse_args(self, arguments)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and one line."""
+        flags = [flag for flag in (*self._option_string_actions, *self.more_flags) if flag.startswith("--")]
+        found = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if found and (near := difflib.get_close_matches(found[1], flags, 1)):
+            message += f"; did you mean {near[0]}?"
+        elif found:
+            message += f"; {self.prog} --help lists the options"
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class _CompleteError(Exception):
+    def __init__(self, parser: Parser) -> None:
+        self.parser = parser
+
+
+def parser_of(name: str, prog: str) -> Parser:
+    """Return the parser of a command of mlx-lm.
+
+    Args:
+        name: name of the module, such as ``generate``.
+        prog: the program's name in its help and errors.
+
+    Raises:
+        ConfigError: the flags of this version of mlx-lm cannot be read.
+    """
+    module = importlib.import_module(f"mlx_lm.{name}")
+    with replaced(module, argparse=SimpleNamespace(**vars(argparse) | {"ArgumentParser": Parser})):
+        try:
+            module.main()
+            raise ConfigError(f"the flags of this version of mlx_lm.{name} cannot be read")
+        except _CompleteError as complete:
+            parser = complete.parser
+    parser.prog = prog
+    return parser
+
+
+# Ends -----------------------------------------------------------------------------------------------------------------
+
+
 class LineTracker:
-    """A text stream that keeps track of whether its last line has ended, and of write errors.
+    """A text stream that keeps track of whether its last line has ended.
 
     Args:
         stream: the stream to write to.
-
-    Attributes:
-        error: the last OSError of the stream, or None.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._at_start = True
-        self.error: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Write text, and note an error of the stream."""
+        """Write text."""
         if text:
             self._at_start = text.endswith("\n")
-        with self._noting_errors():
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        """Flush the stream, and note an error of it."""
-        with self._noting_errors():
-            self._stream.flush()
+        return self._stream.write(text)
 
     def end_line(self) -> None:
         """End the current line, if it is not empty, and flush."""
-        if not self._at_start:
-            self.write("\n")
-        self.flush()
-
-    @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.error = error
-            raise
+        with suppress(OSError):  # its reader may have gone
+            if not self._at_start:
+                self.write("\n")
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -137,18 +184,18 @@ def orderly_end(command: str, status_of: Callable[[Exception], int] = lambda err
         yield
         tracker.flush()
     except PagedCacheError as error:
-        _end_line(tracker)
+        tracker.end_line()
         print(f"{command}: {error}", file=sys.stderr)
         sys.exit(status_of(error))
     except KeyboardInterrupt as interrupt:
-        _end_line(tracker)
+        tracker.end_line()
         if sys.stderr.isatty():
             print(file=sys.stderr)  # after the terminal's ^C
         if interrupt.args:
             print(f"{command}: {interrupt}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except OSError as error:
-        if error is not tracker.error:
+        if error.filename is not None or error.errno not in WRITE_ERRORS:  # it is not stdout's
             raise
         if isinstance(error, BrokenPipeError):
             sys.exit(BROKEN_PIPE)
@@ -156,11 +203,6 @@ def orderly_end(command: str, status_of: Callable[[Exception], int] = lambda err
     finally:
         sys.stdout = stdout
         _redirect_if_unwritable(stdout)
-
-
-def _end_line(tracker: LineTracker) -> None:
-    with suppress(OSError):  # its reader may have gone
-        tracker.end_line()
 
 
 def _redirect_if_unwritable(stdout: TextIO) -> None:

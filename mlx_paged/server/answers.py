@@ -99,7 +99,7 @@ class Answers:
     """
 
     def __init__(self, request: ServerRequest, texts: LoadedTexts, form: Form) -> None:
-        self._request, self._texts, self._form = request, texts, form
+        self.request, self._texts, self._form = request, texts, form
         self._answers = [Answer(index, request, texts) for index in range(request.num_answers)]
         self._pieces: list[Piece] = []  # not sent yet
         self._scores: dict[int, Scores] = {}
@@ -111,14 +111,6 @@ class Answers:
     @property
     def are_over(self) -> bool:
         return not self._num_open
-
-    @property
-    def are_streamed(self) -> bool:
-        return self._request.streams
-
-    @property
-    def have_logprobs(self) -> bool:
-        return self._request.wants_logprobs
 
     def add(self, items: Sequence[Any]) -> None:
         """Add items from the engine."""
@@ -159,11 +151,11 @@ class Answers:
         usage = self.usage()
         log.prompt, log.cached, log.generated = usage.prompt, usage.cached, usage.completion
         if self._first_at is not None:
-            log.first_token = self._first_at - self._request.asked_at
+            log.first_token = self._first_at - self.request.asked_at
 
     def usage(self) -> Usage:
         """Return the token counts so far; a prompt's cached tokens are the fewest that any of its answers had."""
-        request, answers = self._request, self._answers
+        request, answers = self.request, self._answers
         cached = 0
         for first in range(0, len(answers), request.n):
             known = [answer.num_cached for answer in answers[first : first + request.n]]
@@ -175,12 +167,12 @@ class Answers:
 
     def _echoes(self) -> list[Echo]:
         """Return the prompt that each answer begins with; none without ``echo``."""
-        request = self._request
+        request = self.request
         prompts = [self._echo(number) for number in range(len(request.prompts))] if request.echo else []
         return [echo for echo in prompts for _ in range(request.n)]
 
     def _echo(self, number: int) -> Echo:
-        given, (first, *rest) = self._request.inputs[number], self._request.prompts[number].tokens
+        given, (first, *rest) = self.request.inputs[number], self.request.prompts[number].tokens
         text = given if isinstance(given, str) else self._texts.decode([first, *rest])
         if (scores := self._scores.get(number)) is None:
             return Echo(text)
@@ -225,7 +217,7 @@ class AnswerResponse(Response):
         """Send the response. Raises ClientGone, and other errors only while the response can still get a status."""
         self._send_message = send
         try:
-            if self._answers.are_streamed:
+            if self._answers.request.streams:
                 await self._stream_events()
                 return
             while not self._answers.are_over:
@@ -259,7 +251,7 @@ class AnswerResponse(Response):
 
     async def _run(self, call: Callable[[Sequence[Any]], T], items: Sequence[Any], *, is_long: bool = False) -> T:
         """Call a function; in a worker thread if it takes long, as texts of tokens with log-probabilities do."""
-        if is_long or self._answers.have_logprobs:
+        if is_long or self._answers.request.wants_logprobs:
             return await run_in_threadpool(call, items)
         return call(items)
 
@@ -282,9 +274,8 @@ class AnswerResponse(Response):
 
 def events_text(events: Iterable[Event]) -> bytes:
     """Return events as they are sent to the client."""
-    return "".join(map(event_text, events)).encode()
-
-
-def event_text(event: Event) -> str:
-    data = event.data if isinstance(event.data, str) else json.dumps(event.data, allow_nan=False)
-    return f"data: {data}\n\n" if event.name is None else f"event: {event.name}\ndata: {data}\n\n"
+    text = ""
+    for event in events:
+        data = event.data if isinstance(event.data, str) else json.dumps(event.data, allow_nan=False)
+        text += f"data: {data}\n\n" if event.name is None else f"event: {event.name}\ndata: {data}\n\n"
+    return text.encode()

@@ -301,7 +301,8 @@ class App:
             raise invalid("num_draft_tokens requires a draft model or --mtp", "num_draft_tokens")
         if parts.ranks is not None:
             check_for_ranks(request, is_default=request.model == parts.names.resolve(None))
-        form = endpoint.form(_head(parts.names.shown(body.model), parts.fingerprint), body)
+        head = Head(uuid.uuid4().hex, parts.names.shown(body.model), int(time.time()), parts.fingerprint)
+        form = endpoint.form(head, body)
         if isinstance(form, ResponseForm):
             form.keep = keep
         request.streams = bool(getattr(body, "stream", False))
@@ -396,10 +397,6 @@ class App:
     def _figures(self) -> dict[str, Any]:
         texts = self._parts.engine.models.texts
         return {} if texts is None or texts.context_length is None else {"max_model_len": texts.context_length}
-
-
-def _head(model: str, fingerprint: str) -> Head:
-    return Head(uuid.uuid4().hex, model, int(time.time()), fingerprint)
 
 
 def _asked_priority(body: Any, http: Request) -> int | None:

@@ -331,7 +331,7 @@ class EngineThread:
             self._num_computed = 0
         work.state = "batched"
         for index, uid in enumerate(self.batch.insert_request(request)):
-            self.rows[uid] = Row(work, index, texts.detokenizer())
+            self.rows[uid] = Row(work, index, texts.tokenizer.detokenizer)
         models.trim(self.batch)
 
     def _score(self, work: Work, request: ServerRequest) -> Iterator[None]:
@@ -454,7 +454,7 @@ class EngineThread:
 
         try:
             for index in range(request.num_answers):
-                row = Row(work, index, texts.detokenizer())
+                row = Row(work, index, texts.tokenizer.detokenizer)
                 tokens = self.models.generate_alone(request, index, self.stream, note)
                 for response in tokens:
                     wanted = [(response, request.top_logprobs or 0)] if request.wants_logprobs else []

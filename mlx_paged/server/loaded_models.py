@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import time
@@ -62,14 +61,9 @@ WARM_UP_PROMPTS = ((40,), (40, 20))
 
 def changed() -> list[str]:
     """Return the names of mlx-lm's server whose source is not the one this module was written for."""
-    return [name for name, known in KNOWN.items() if not _is_known(name, known)]
-
-
-def _is_known(name: str, known: str) -> bool:
-    try:
-        return fingerprint(functools.reduce(getattr, name.split("."), upstream)) == known
-    except (AttributeError, OSError, TypeError):
-        return False
+    ((name, known),) = KNOWN.items()
+    tokenize = getattr(getattr(upstream, "ResponseGenerator", None), "_tokenize", None)
+    return [] if tokenize is not None and fingerprint(tokenize) == known else [name]
 
 
 def capacity(pool: BlockPool | None, chunk: int) -> int | None:
@@ -256,7 +250,7 @@ class LoadedModels:
 
     def __init__(self, cli_args: Any, config: ServerConfig, ranks: Ranks | None = None) -> None:
         self.cli_args, self.config, self.ranks = cli_args, config, ranks
-        self._texts: LoadedTexts | None = None
+        self.texts: LoadedTexts | None = None
         self.weights: Weights | None = None
         self.idle_unload = config.idle_unload
         self._loaded: OrderedDict[ModelKey, tuple[Weights, LoadedTexts]] = OrderedDict()  # least recently used first
@@ -265,16 +259,12 @@ class LoadedModels:
         if isinstance(self.prompt_cache, PagedPromptCache) and self.prompt_cache.disk is not None:
             self.prompt_cache.identify = self._identify
 
-    @property
-    def texts(self) -> LoadedTexts | None:
-        return self._texts
-
     def texts_of(self, key: ModelKey | None) -> LoadedTexts | None:
-        texts = self._texts
+        texts = self.texts
         return texts if key is None or (texts is not None and texts.key == key) else self._all_texts.get(key)
 
     def is_present(self, key: ModelKey) -> bool:
-        return self.weights is not None and self._texts is not None and self.weights.key == key
+        return self.weights is not None and self.texts is not None and self.weights.key == key
 
     @property
     def default_key(self) -> ModelKey:
@@ -335,7 +325,7 @@ class LoadedModels:
         """
         if (found := self._loaded.get(key)) is not None:
             make_way()
-            self.weights, self._texts = found
+            self.weights, self.texts = found
             self._loaded.move_to_end(key)
             return
         try:
@@ -368,7 +358,7 @@ class LoadedModels:
     def _drop_oldest(self) -> None:
         key, (weights, _) = self._loaded.popitem(last=False)
         if self.weights is weights:
-            self.weights = self._texts = None
+            self.weights = self.texts = None
         if key.model not in self.cli_args.models:
             del self._all_texts[key]
         del weights
@@ -379,15 +369,15 @@ class LoadedModels:
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.tidy()
             self.prompt_cache.forget_unloaded()
-        texts = self._texts  # they stay
+        texts = self.texts  # they stay
         while self._loaded:
             self._drop_oldest()
-        self._texts = texts
+        self.texts = texts
 
     def _activate(self, weights: Weights) -> None:
         """Make a loaded model the present one. If it cannot be served, the present one stays as it is."""
         caches, texts = self._prepare(weights)
-        self.weights, self._texts = weights, texts
+        self.weights, self.texts = weights, texts
         self._loaded[weights.key], self._all_texts[weights.key] = (weights, texts), texts
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.forget_unloaded()
@@ -397,7 +387,7 @@ class LoadedModels:
         assert self.weights is not None
         size, pool = "no paged KV cache", pool_of(self.weights.model)
         if pool is not None:
-            most = None if self._texts is None else self._texts.capacity
+            most = None if self.texts is None else self.texts.capacity
             tokens = "a request of any length" if most is None else f"{most:,} tokens"
             size = f"a KV cache of {pool.memory_budget:,} bytes, which holds {tokens}"
         disk = getattr(self.prompt_cache, "disk", None)
@@ -532,6 +522,6 @@ class LoadedModels:
     def close(self) -> None:
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.close()  # to disk, if it has a folder
-        self._texts = self.weights = None
+        self.texts = self.weights = None
         self._loaded.clear()
         gc.collect()

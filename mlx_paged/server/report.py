@@ -133,7 +133,7 @@ class ServerStats:
             "requests": dict(self.requests),
             **{name: totals[name] for name in _SERVER_COUNTERS},
             "first_token_seconds": round(totals["first_token_seconds"], 3),
-            "hit_rate": round(_ratio(totals["cached_tokens"], totals["prompt_tokens"], 4) or 0.0, 4),
+            "hit_rate": round(totals["cached_tokens"] / max(1, totals["prompt_tokens"]), 4),
             "tokens_per_second": round(self.tokens_per_second, 2),
         }
 
@@ -145,10 +145,6 @@ class ServerStats:
         """
         both = SimpleNamespace(collect=lambda: chain(_families(report), self._registry.collect()))
         return bytes(generate_latest(both))  # type: ignore[arg-type]
-
-
-def _ratio(part: float, whole: float, digits: int = 3) -> float | None:
-    return round(part / whole, digits) if whole else None
 
 
 def _families(stats: dict[str, Any]) -> Iterator[Any]:

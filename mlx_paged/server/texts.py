@@ -212,9 +212,6 @@ class LoadedTexts:
             return text, bytes(known[character] for character in name)
         return text, text.encode()
 
-    def detokenizer(self) -> Any:
-        return self.tokenizer.detokenizer
-
 
 def check_images(given: Input, *, takes_images: bool) -> None:
     """Raise RequestRefused (400) for images that the model does not take, or that are no data URLs."""

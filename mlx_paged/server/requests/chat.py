@@ -136,7 +136,7 @@ def sampling_of(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> Samplin
     """Return the sampling parameters.
 
     Args:
-        said: checked fields of :class:`Sampling`, from a body or a line of a prompts file.
+        said: checked fields of :class:`SamplingParameters`, from a body or a line of a prompts file.
         defaults: values of the command line for fields that are not given.
 
     Raises:

@@ -143,8 +143,8 @@ Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Context = Annotated[int, Field(ge=0, le=MAX_CONTEXT)]
 
 
-class Sampling(Body):
-    """How tokens are chosen."""
+class SamplingParameters(Body):
+    """How tokens are chosen, and other options of the engine."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -167,11 +167,6 @@ class Sampling(Body):
     prompt_lookup: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOOKUP)] | None = Field(
         None, description="mlx_paged only; most drafts per step"
     )
-
-
-class SamplingParameters(Sampling):
-    """Sampling parameters and other options of the engine."""
-
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = Field(
         None, description="only requests with the same salt share prefixes"
     )
