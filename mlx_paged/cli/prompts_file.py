@@ -196,7 +196,7 @@ class Results:
                     raise PromptsFileError(f"{path} is from another run: no prompt has the {name[0]} {name[1]!r}")
                 if "error" not in record:
                     kept[name] = raw
-            path.write_bytes(b"".join(kept.values()))
+            _replace(path, kept.values())
             self.missing = [line for name, line in known.items() if name not in kept]
             self._num_done = len(kept)
         return path.open("a", encoding="utf-8")
@@ -235,3 +235,16 @@ def _explained(path: Path | str) -> Iterator[None]:
         raise
     except (OSError, UnicodeError) as error:
         raise PromptsFileError(f"cannot write results to {path}: {error}") from None
+
+
+def _replace(path: Path, lines: Iterable[bytes]) -> None:
+    """Replace ``path`` atomically by a file with these lines."""
+    new = path.with_name(path.name + ".new")
+    try:
+        with new.open("wb") as out:
+            out.writelines(lines)
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise

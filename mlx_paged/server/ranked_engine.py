@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,6 +51,12 @@ class RankedEngine(EngineThread):
                 break
             self.guarded_turn()
         self.refuse_all()
+        if (pool := self.models.pool) is not None:
+            pool.check_integrity()
+            if hasattr(self.models.prompt_cache, "cache_of"):
+                self.models.prompt_cache.cache_of(pool).check_integrity()
+            stats = pool.stats()
+            logging.info("rank %d at its end: %d blocks cached; %s", self.ranks.rank, stats.cached_blocks, stats)
 
     def note_failure(self, error: Exception) -> None:
         self.ranks.fail(error)
