@@ -270,7 +270,7 @@ def constraint_from(name: str | None) -> Constraint | None:
 def _processors(constraint: Constraint, tokenizers: list[Any], prompt: mx.array) -> list[GrammarProcessor]:
     """Return the processors that constrain the answer to a prompt; only what follows reasoning that the prompt has
     begun is constrained. Raises ConfigError if the schema cannot be used."""
-    from ..server.grammars import TokenizerGrammars, behind_reasoning, ends_in_reasoning
+    from ..server.grammars import TokenizerGrammars, ends_in_reasoning
 
     (tokenizer,) = tokenizers
     try:
@@ -280,7 +280,7 @@ def _processors(constraint: Constraint, tokenizers: list[Any], prompt: mx.array)
     if grammar is None:
         return []
     reasons = ends_in_reasoning(tokenizer, prompt.tolist())  # type: ignore[arg-type]
-    return [GrammarProcessor(behind_reasoning(grammar, tokenizer) if reasons else grammar)]
+    return [GrammarProcessor(grammar.begins_after(tokenizer.think_end_tokens) if reasons else grammar)]
 
 
 def _generate_step(

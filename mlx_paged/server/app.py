@@ -81,12 +81,7 @@ class Parts:
         self.responses = KeptResponses(MAX_KEPT_BYTES if config.response_store else 0)
         self.num_answering = 0
         self.is_draining = False
-        self.engine = make_engine(
-            models, self.stats, config.memory_watermark, config.watchdog_timeout, ranks, self.on_start_error
-        )
-
-    def on_start_error(self, error: Exception) -> None:
-        """Note that the server's model cannot be served. Called in the engine's thread."""
+        self.engine = make_engine(models, self.stats, config.memory_watermark, config.watchdog_timeout, ranks)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -103,10 +98,10 @@ class Parts:
     # Health and figures ---------------------------------------------------------------------------------------
 
     def health(self) -> dict[str, Any]:
-        health = self.engine.health()
-        if self.is_draining and health["status"] != "failed":
-            health["status"] = "draining"
-        return health
+        """Return the body of ``/health``. Never blocks on the engine's thread."""
+        state = self.engine.state
+        status = "draining" if self.is_draining and state != "failed" else state
+        return {"status": status, "memory": self.engine.memory_watch.as_dict()}
 
     def report(self, *, with_blocks: bool = False) -> dict[str, Any]:
         """Return what ``/v1/cache/stats`` says; with ``with_blocks`` also the state of every block and the requests.

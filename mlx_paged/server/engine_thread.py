@@ -53,8 +53,10 @@ class EngineThread:
         stats: the server's figures.
         memory_watch: watches the memory in use.
         timeout: seconds without progress that count as a hang; 0: no watchdog; None: the device's default.
-        on_start_error: called with the error if the server's own model cannot be served.
         clock: returns seconds.
+
+    Attributes:
+        on_start_error: called with the error if the server's own model cannot be served.
     """
 
     def __init__(
@@ -63,8 +65,6 @@ class EngineThread:
         stats: ServerStats,
         memory_watch: MemoryWatch,
         timeout: float | None,
-        *,
-        on_start_error: Callable[[Exception], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.models, self.stats, self.memory_watch = models, stats, memory_watch
@@ -73,7 +73,7 @@ class EngineThread:
         self.has_started = self.is_stopping = self.is_dead = self.is_loading = False
         self._open: weakref.WeakSet[Work] = weakref.WeakSet()
         self._open_lock = threading.Lock()  # a WeakSet cannot be read while another thread adds to it
-        self._on_start_error = on_start_error
+        self.on_start_error: Callable[[Exception], None] = lambda error: None
         if timeout is None:
             timeout = GPU_TIMEOUT if mx.default_device() == mx.Device(mx.gpu) else CPU_TIMEOUT
         self._timeout = timeout
@@ -145,10 +145,6 @@ class EngineThread:
             return "loading"
         return "degraded" if self.memory_watch.pressure == Pressure.PREEMPTING else "ok"
 
-    def health(self) -> dict[str, Any]:
-        """Return the body of ``/health``. Never blocks on the engine thread."""
-        return {"status": self.state, "memory": self.memory_watch.as_dict()}
-
     def sequences(self) -> list[dict[str, Any]]:
         """Return the progress of each answer in the batch and of each request outside it, in order of arrival."""
         rows, batch = dict(self.rows), self.batch
@@ -212,7 +208,7 @@ class EngineThread:
             check_device(error)
             self.start_error = error
             self.fail_all("the model could not be loaded: see the server's log")
-            self._on_start_error(error)
+            self.on_start_error(error)
 
     def run(self) -> None:
         """Run until the server stops. Raises the error that ends the loop otherwise."""

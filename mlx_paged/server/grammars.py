@@ -441,8 +441,3 @@ def with_thinking_budget(
     free = CompiledGrammar(None, 0, sorted(tokenizer.eos_token_ids))
     begin, end = (tuple(tokens) for tokens in (tokenizer.think_start_tokens, tokenizer.think_end_tokens))
     return replace(grammar or free, thinking=ThinkingBudget(num_tokens, begin, end, is_open))
-
-
-def behind_reasoning(grammar: CompiledGrammar, tokenizer: Any) -> CompiledGrammar:
-    """Return the grammar for an answer that begins with reasoning, which is not constrained."""
-    return grammar.begins_after(tokenizer.think_end_tokens)

@@ -44,7 +44,7 @@ from ..prefix.prefix_cache import SharedPrefixes
 from ..prefix.shelf import Shelf
 from ..ranks.ranks import Ranks
 from .errors import not_found
-from .grammars import behind_reasoning, with_thinking_budget
+from .grammars import with_thinking_budget
 from .options import ServerConfig
 from .request import ModelKey, Prompt, ServerRequest
 from .row import gather_logprobs
@@ -233,7 +233,7 @@ def grammar_of(request: ServerRequest, prompt: Prompt, tokenizer: Any) -> Any:
     if not tokenizer.has_thinking:
         return grammar
     if grammar is not None and reasons:
-        grammar = behind_reasoning(grammar, tokenizer)
+        grammar = grammar.begins_after(tokenizer.think_end_tokens)
     if request.thinking_budget is None:
         return grammar
     return with_thinking_budget(grammar, tokenizer, request.thinking_budget, is_open=reasons)

@@ -24,11 +24,6 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def read_memory() -> MemoryReading | None:
-    """Return the reading with the largest share in use; None if the system reports nothing."""
-    return nearest(memory_readings())
-
-
 def nearest(readings: Sequence[MemoryReading]) -> MemoryReading | None:
     """Return the reading with the largest share in use, with the system's warning if there is one in any."""
     if not readings:
@@ -65,7 +60,7 @@ class MemoryWatch:
     def __init__(
         self,
         watermark: float = WATERMARK,
-        read: Callable[[], MemoryReading | None] = read_memory,
+        read: Callable[[], MemoryReading | None] = lambda: nearest(memory_readings()),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.watermark = watermark

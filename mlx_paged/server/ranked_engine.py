@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 
-from ..machine import MemoryReading
+from ..machine import MemoryReading, memory_readings
 from ..ranks.ranks import Ranks
 from .engine_thread import IDLE_SECONDS, TIDY_SECONDS, EngineThread, for_seconds
 from .errors import RequestRefused
 from .loaded_models import LoadedModels
-from .memory import MemoryWatch, nearest, read_memory
+from .memory import MemoryWatch, nearest
 from .report import ServerStats
 from .request import ServerRequest
 from .texts import parts_of
@@ -32,11 +32,11 @@ class RankedEngine(EngineThread):
 
     Args:
         ranks: the ranks.
-        options: arguments of :class:`EngineThread`.
+        args: arguments of :class:`EngineThread`.
     """
 
-    def __init__(self, ranks: Ranks, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options, clock=lambda: ranks.now)
+    def __init__(self, ranks: Ranks, *args: Any) -> None:
+        super().__init__(*args, clock=lambda: ranks.now)
         self.ranks = ranks
         self._message: dict[str, Any] = {}
 
@@ -126,15 +126,14 @@ def make_engine(
     watermark: float,
     timeout: float | None,
     ranks: Ranks | None,
-    on_start_error: Callable[[Exception], None] = lambda error: None,
 ) -> EngineThread:
     """Return the engine of a server or a prompts file. On several ranks each reads the memory of the fullest one."""
     if ranks is None:
-        return EngineThread(models, stats, MemoryWatch(watermark), timeout, on_start_error=on_start_error)
+        return EngineThread(models, stats, MemoryWatch(watermark), timeout)
 
     def read() -> MemoryReading | None:
-        readings = ranks.exchange(read_memory())
+        readings = ranks.exchange(nearest(memory_readings()))
         return nearest([MemoryReading(*reading) for reading in readings if reading is not None])
 
     watch = MemoryWatch(watermark, read, lambda: ranks.now)
-    return RankedEngine(ranks, models, stats, watch, timeout, on_start_error=on_start_error)
+    return RankedEngine(ranks, models, stats, watch, timeout)

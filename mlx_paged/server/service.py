@@ -36,6 +36,7 @@ class Service(Parts):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.engine.on_start_error = self.on_start_error
         self._server: _Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_ending = False

@@ -27,7 +27,6 @@ from mlx_paged.server.call_formats import FORMS
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.grammars import (
     TokenizerGrammars,
-    behind_reasoning,
     ends_in_reasoning,
     tool_format,
     unwrapped,
@@ -409,7 +408,7 @@ def test_reasoning_begun_in_the_prompt_is_unconstrained() -> None:
     assert constraint is not None
     grammar = TokenizerGrammars(tokenizer).compile(constraint)
     assert grammar is not None
-    state = behind_reasoning(grammar, tokenizer).start()
+    state = grammar.begins_after(tokenizer.think_end_tokens).start()
     for token in [*b"hm", THINK_END]:
         assert len(allowed(state)) == 260
         state.accept(token)
