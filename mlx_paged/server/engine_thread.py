@@ -65,6 +65,7 @@ class EngineThread:
         stats: ServerStats,
         memory_watch: MemoryWatch,
         timeout: float | None,
+        *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.models, self.stats, self.memory_watch = models, stats, memory_watch
@@ -149,7 +150,7 @@ class EngineThread:
         """Return the progress of each answer in the batch and of each request outside it, in order of arrival."""
         rows, batch = dict(self.rows), self.batch
         batched = [
-            {**each, "number": row.name, "order": (row.request.number, row.index), "age_seconds": row.age}
+            {**each, "number": row.name, "order": (row.request.number, row.index), "age_seconds": _age(row.request)}
             for each in ([] if batch is None else batch.progress())
             if (row := rows.get(each["uid"])) is not None
         ]
@@ -539,6 +540,10 @@ class EngineThread:
         os._exit(EXIT_STATUS)
 
 
+def _age(request: ServerRequest) -> float:
+    return round(time.monotonic() - request.asked_at, 1)
+
+
 def _figures(work: Work) -> dict[str, Any]:
     """Return the progress of a request outside the batch."""
     request = work.request
@@ -549,7 +554,7 @@ def _figures(work: Work) -> dict[str, Any]:
         "uid": None,
         "state": work.state,
         "waiting": work.state == "queued",
-        "age_seconds": round(time.monotonic() - request.asked_at, 1),
+        "age_seconds": _age(request),
         "prompt_tokens": sum(len(prompt.tokens) for prompt in request.prompts),
         "cached_tokens": 0,
         "tokens": 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,6 @@ def _keys(given: ApiKeys | list[str] | None) -> ApiKeys:
     return given if isinstance(given, ApiKeys) else ApiKeys.from_options(given, os.environ.get(VARIABLE))
 
 
-def _names(given: Sequence[str] | None) -> tuple[str, ...]:
-    return tuple(name.strip() for name in given or ())
-
-
 def option(
     default: Any,
     text: str,
@@ -102,7 +98,7 @@ class ServerConfig(Options):
         (),
         "Additional model name for clients, besides the folder's name; may be given several times",
         "NAME",
-        parse=_names,
+        parse=lambda given: tuple(name.strip() for name in given or ()),
         flag="--served-model-name",
         repeats=True,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
@@ -79,10 +78,6 @@ class Row:
         """The request's number, followed by the answer's if there are several."""
         request = self.request
         return f"{request.number}.{self.index + 1}" if request.num_answers > 1 else str(request.number)
-
-    @property
-    def age(self) -> float:
-        return round(time.monotonic() - self.request.asked_at, 1)
 
     def next(self, response: Any, logprob: float | None, top: tuple[tuple[int, float], ...]) -> Generated:
         """Add the next token. Return the item for the client.
