@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .cli.terminal import orderly_end, version_text
+from .cli.terminal import Parser, orderly_end, parser_of, version_text
 from .config import STOCK_BITS, PagedConfig
 from .errors import ConfigError
-from .model_folder import check_model_folder, explain_load_errors, warn_if_unbounded
+from .model_folder import check_model_folder, explain_load_errors
 from .patches.patch import replaced
 
 OWN = {
@@ -49,24 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if command in ("-h", "--help", "--version"):
         with orderly_end("mlx_paged"):
             print(version_text() if command == "--version" else help_text())
-    elif command == "generate":
-        from .cli import generate
-
-        sys.argv = [f"{sys.argv[0]} generate", *arguments[1:]]
-        generate.main()
-    elif command == "server":
-        from .cli import server
-
-        sys.argv = [f"{sys.argv[0]} server", *arguments[1:]]
-        server.main()
-    elif command == "launch":
-        from .cli import launch
-
-        launch.main(arguments[1:])
-    elif command == "doctor":
-        from .cli.doctor import doctor
-
-        doctor.main(arguments[1:])
+    elif command in OWN:
+        sys.argv = [f"{sys.argv[0]} {command}", *arguments[1:]]
+        importlib.import_module(f".cli.{command}", __package__).main(arguments[1:])
     else:
         with orderly_end("mlx_paged"):
             _run_upstream(arguments)
@@ -91,8 +76,6 @@ def help_text() -> str:
 
 
 def _run_upstream(arguments: list[str]) -> None:
-    from .cli.upstream_parser import Parser
-
     parser = Parser(prog="mlx_paged", add_help=False, allow_abbrev=False)
     PagedConfig.add_arguments(parser)
     ours, theirs = parser.parse_known_args(arguments)
@@ -121,8 +104,7 @@ def _run_upstream(arguments: list[str]) -> None:
     try:
         if command in ("chat", "cache_prompt"):
             module = importlib.import_module(f"mlx_lm.{command}")
-            names = {"make_prompt_cache": _warning_if_unbounded(module.make_prompt_cache)}
-            names["load"] = explain_load_errors(module.load)
+            names = {"load": explain_load_errors(module.load)}
             if command == "chat":
                 names["stream_generate"] = _ending_at_interrupt(module.stream_generate)
             with replaced(module, **names):
@@ -145,8 +127,6 @@ def _check_upstream(command: str, arguments: list[str]) -> None:
         SystemExit: a flag is unknown or has a bad value, or the help is printed.
         ModelFolderError: the model is a folder that cannot be used.
     """
-    from .cli.upstream_parser import parser_of
-
     try:
         parser = parser_of(command, f"mlx_paged {command}")
     except (ConfigError, ImportError):  # it lies elsewhere in mlx-lm, which checks its flags by itself
@@ -183,17 +163,6 @@ def _ending_at_interrupt(stream_generate: Callable[..., Any]) -> Callable[..., A
             signal.signal(signal.SIGINT, before)
 
     return stream
-
-
-def _warning_if_unbounded(make_prompt_cache: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Wrap mlx-lm's function so that it warns on stderr if ``--max-kv-size`` has no effect."""
-
-    def make(model: Any, max_kv_size: int | None = None) -> list[Any]:
-        if max_kv_size is not None:
-            warn_if_unbounded(model)
-        return make_prompt_cache(model, max_kv_size)
-
-    return make
 
 
 if __name__ == "__main__":

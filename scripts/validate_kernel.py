@@ -21,7 +21,7 @@ import mlx.core as mx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mlx_paged.cli.doctor.shapes import Shape, popular_shapes
+from mlx_paged.cli.doctor_kernels import Shape, popular_shapes
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import MAX_RMS, attention, outcome_of, ragged_difference, self_check

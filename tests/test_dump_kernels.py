@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.cli.doctor.shapes import POPULAR
+from mlx_paged.cli.doctor_kernels import POPULAR
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.launch_shape import DTYPES
 from tests.support.cases import slow

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import importlib
 import json
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,24 @@ import mlx.core as mx
 
 from ..ranks.ranks import Ranks
 from ..server.answers import Answers
-from ..server.constraint import Constraint
-from ..server.engine_thread import EngineThread, new_loop
+from ..server.engine_thread import EngineThread
 from ..server.errors import RequestRefused, invalid, refusal_of
+from ..server.http import in_worker
 from ..server.loaded_models import LoadedModels
-from ..server.memory import MemoryWatch
+from ..server.memory import WATERMARK
 from ..server.options import ServerConfig
-from ..server.prompting import PromptMaker
-from ..server.ranked_loop import RankedLoop, check_for_ranks, ranked_memory_watch
+from ..server.ranked_engine import check_for_ranks, make_engine
 from ..server.report import ServerStats
-from ..server.request import ServerRequest
+from ..server.request import Constraint, ServerRequest
 from ..server.requests.endpoints import CHAT, COMPLETIONS
 from ..server.requests.fields import NO_EFFECT, REFUSED, validated
 from ..server.requests.pieces import Head
 from ..server.work import Work
 from .over_ranks import from_rank_0
 from .prompts_file import Line, Results, read_lines
-from .terminal import SHOW_EVERY_SECONDS, BatchProgress, plural, print_stats, rate
+from .terminal import bar, plural, print_stats, rate
 
+PROGRESS = "[{bar:30}] {n_fmt}/{total_fmt} prompts, {remaining} left"
 QUEUED_PER_ROW = 2  # requests per row that wait for the engine, besides the one that runs
 
 
@@ -56,7 +55,7 @@ def run_prompts_file(args: argparse.Namespace, constraint: Constraint | None, ra
         KeyboardInterrupt: interrupted; finished results are written.
     """
     if ranks is not None and ranks.rank > 0:
-        engine = make_engine(args, ranks)
+        engine = engine_for(args, ranks)
         engine.start(is_watched=False)
         engine.thread.join()
         if engine.start_error is not None:
@@ -65,12 +64,12 @@ def run_prompts_file(args: argparse.Namespace, constraint: Constraint | None, ra
     lines = read_lines(args.prompts_file)
     path = None if args.output is None else Path(args.output)
     with closing(Results(lines, path, sys.stdout, resume=args.resume)) as results:
-        run = BatchRun(args, make_engine(args, ranks), results, constraint, is_ranked=ranks is not None)
+        run = BatchRun(args, engine_for(args, ranks), results, constraint, is_ranked=ranks is not None)
         asyncio.run(run.run())
     return from_rank_0(ranks, lambda: results.counts.failed)
 
 
-def make_engine(args: argparse.Namespace, ranks: Ranks | None) -> EngineThread:
+def engine_for(args: argparse.Namespace, ranks: Ranks | None) -> EngineThread:
     """Return an engine thread for the model of a command line; it has not started."""
     model = args.model or importlib.import_module("mlx_lm.generate").DEFAULT_MODEL
     args = argparse.Namespace(
@@ -87,18 +86,7 @@ def make_engine(args: argparse.Namespace, ranks: Ranks | None) -> EngineThread:
         }
     )
     config = ServerConfig(mtp=args.mtp)
-    watch = MemoryWatch() if ranks is None else ranked_memory_watch(config.memory_watermark, ranks)
-    make_loop = new_loop if ranks is None else functools.partial(RankedLoop, ranks)
-    engine: EngineThread
-    engine = EngineThread(
-        LoadedModels(args, config, ranks),
-        ServerStats(),
-        watch,
-        0,
-        make_loop=make_loop,
-        on_start_error=lambda error: engine.fail_all("the model cannot be loaded"),
-    )
-    return engine
+    return make_engine(LoadedModels(args, config, ranks), ServerStats(), WATERMARK, 0, ranks)
 
 
 class BatchRun:
@@ -123,9 +111,7 @@ class BatchRun:
     ) -> None:
         self._args, self._engine, self._results, self._constraint = args, engine, results, constraint
         self._is_ranked = is_ranked
-        self._prompts = PromptMaker(default_tokens=args.max_tokens)
         self._slots = asyncio.Semaphore((1 + QUEUED_PER_ROW) * args.batch_size)
-        self._running: dict[int, Answers] = {}  # by index of the line
         names = ("top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
         self._defaults = {"temperature": args.temp} | {name: getattr(args, name) for name in names}
 
@@ -133,7 +119,6 @@ class BatchRun:
         """Compute until every prompt has a result. Raises the error if the model cannot be loaded."""
         engine = self._engine
         engine.start(is_watched=False)
-        tasks: list[asyncio.Task[None]] = []
         try:
             try:
                 texts = await engine.texts_for(None)
@@ -141,22 +126,16 @@ class BatchRun:
                 raise engine.start_error or refusal from None
             for token in self._args.extra_eos_token:
                 texts.tokenizer.add_eos_token(token)
-            begin = time.monotonic()
-            bar = asyncio.create_task(self._show_progress(begin))
-            tasks.append(bar)
-            async with asyncio.TaskGroup() as group:
-                for line in self._results.missing:
-                    await self._slots.acquire()
-                    group.create_task(self._answer(line, texts))
-            bar.cancel()
-            with suppress(asyncio.CancelledError):
-                await bar
+            begin, counts = time.monotonic(), self._results.counts
+            with bar(counts.total, PROGRESS, initial=counts.done) as progress:
+                async with asyncio.TaskGroup() as group:
+                    for line in self._results.missing:
+                        await self._slots.acquire()
+                        group.create_task(self._answer(line, texts)).add_done_callback(lambda _: progress.update())
             self._report(time.monotonic() - begin)
         except ExceptionGroup as failed:  # a result cannot be written
             raise failed.exceptions[0] from None
         finally:
-            for task in tasks:
-                task.cancel()
             engine.stop(None)
 
     async def _answer(self, line: Line, texts: Any) -> None:
@@ -165,7 +144,6 @@ class BatchRun:
         except RequestRefused as refusal:
             fields = {"error": str(refusal)}
         finally:
-            self._running.pop(line.index, None)
             self._slots.release()
         self._results.add(line, **fields)
 
@@ -174,9 +152,9 @@ class BatchRun:
         self._engine.check()
         work: Work | None = None
         try:
-            request, form = await self._prompts.run(lambda: self._request_of(line, texts))
-            await self._prompts.compile(request, texts)
-            answers = self._running[line.index] = Answers(request, texts, form)
+            request, form = await in_worker(lambda: self._request_of(line, texts))
+            await asyncio.to_thread(texts.constrain, request)
+            answers = Answers(request, texts, form)
             work = self._engine.submit(Work(request, texts.key, asyncio.get_running_loop()))
             while not answers.are_over:
                 answers.add(await work.receive())
@@ -222,25 +200,9 @@ class BatchRun:
             request.sampling = replace(request.sampling, seed=args.seed + line.index)
         if self._is_ranked:
             check_for_ranks(request)
-        self._prompts.complete(request, texts)
+        texts.complete(request, args.max_tokens)
         body.stream_options = None
         return request, endpoint.form(Head("", "", 0, ""), body)
-
-    async def _show_progress(self, begin: float) -> None:
-        with BatchProgress(sys.stderr) as bar:
-            while True:
-                usages = [answers.usage() for answers in self._running.values()]
-                shares = sum(usage.completion / self._args.max_tokens for usage in usages)
-                figures, pool = self._engine.stats.as_dict(), self._engine.models.pool
-                bar.show(
-                    self._results.counts,
-                    figures["generated_tokens"],
-                    time.monotonic() - begin,
-                    None if pool is None else pool.stats(),
-                    num_prompt_tokens=figures["computed_prompt_tokens"] + figures["cached_tokens"],
-                    underway=shares,
-                )
-                await asyncio.sleep(SHOW_EVERY_SECONDS)
 
     def _report(self, seconds: float) -> None:
         """Print what was done, with ``--verbose``, and the pool's statistics, with ``--cache-stats``."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.util
 import io
 import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,33 +19,33 @@ import mlx.core as mx
 from ..config import STOCK_QUANTISES, KVBits, PagedConfig
 from ..engine.constraint import GrammarProcessor
 from ..errors import ConfigError, PatchError, PoolExhaustedError
+from ..grammar.compiler import INSTALL, GrammarSource
 from ..kv.budget import PoolBudget
 from ..machine import memory_beside
 from ..model_folder import (
     check_model_folder,
     explain_load_errors,
-    warn_if_unbounded,
-    warn_max_kv_size_ignored,
     weight_bytes,
 )
 from ..patches.patch import replaced
 from ..ranks.ranks import Ranks
-from ..server.constraint import Constraint
 from ..server.errors import RequestRefused
+from ..server.request import Constraint
 from ..warn import warn_once
 from . import over_ranks
-from .answer_grammars import constraint_from, grammar_for
+from .prompts_file import load_object
 from .terminal import (
     PrefillProgress,
     add_version,
     missing_packages,
     orderly_end,
+    parser_of,
     plural,
     print_stats,
     restrict,
+    show_first,
     whole_number,
 )
-from .upstream_parser import parser_of, show_first
 
 CPU_CACHE_LIMIT = 1 << 30
 MTP = "Let the model's multi-token prediction head propose up to --num-draft-tokens tokens, which the model verifies"
@@ -181,12 +183,10 @@ def run(
         from ..patches.models.mtp import find_head, folder_of
 
         find_head(folder_of(args.model or upstream.DEFAULT_MODEL))
-    if args.max_kv_size is not None and args.draft_model is not None:
-        warn_max_kv_size_ignored("a draft model requires an unbounded cache")
     load = upstream.load if ranks is None else over_ranks.loading(ranks, pipeline=args.pipeline)
     names: dict[str, Any] = {"setup_arg_parser": setup_arg_parser, "load": explain_load_errors(load)}
     if args.pipeline:
-        over_ranks.warn_of_pipeline()
+        warn_once(over_ranks.PIPELINE)
         args.no_paged = True
     if ranks is not None:
         args.cache_stats = args.cache_stats and ranks.rank == 0
@@ -223,7 +223,7 @@ def run(
         return
     tokenizers: list[Any] = []
     names["load"] = _noting_tokenizer(tokenizers, names["load"])
-    constrained = None if constraint is None else functools.partial(_processors, constraint, tokenizers, ranks)
+    constrained = None if constraint is None else functools.partial(_processors, constraint, tokenizers)
     for step in ("generate_step", "speculative_generate_step"):
         names[step] = functools.partial(_generate_step, getattr(upstream, step), used, constrained, ranks)
     with replaced(upstream, **names):
@@ -256,15 +256,37 @@ def _noting_tokenizer(tokenizers: list[Any], load: Callable[..., Any]) -> Callab
     return load_and_note
 
 
-def _processors(
-    constraint: Constraint, tokenizers: list[Any], ranks: Ranks | None, prompt: mx.array
-) -> list[GrammarProcessor]:
-    """Return the processors that constrain the answer to a prompt. Raises ConfigError if the schema cannot be used."""
+def constraint_from(name: str | None) -> Constraint | None:
+    """Return the constraint of a JSON schema's file, or None without one.
+
+    Raises:
+        ConfigError: the file cannot be used, or llguidance is not installed.
+    """
+    if name is None:
+        return None
+    if importlib.util.find_spec("llguidance") is None:
+        raise ConfigError(f"--json-schema: {INSTALL}")
     try:
-        grammar = grammar_for(constraint, tokenizers[0], prompt.tolist(), ranks)  # type: ignore[arg-type]
+        schema = load_object(Path(name).expanduser().read_bytes(), name)
+        return Constraint(GrammarSource.json(schema), "--json-schema", schema)
+    except (OSError, RecursionError, RequestRefused) as error:
+        raise ConfigError(f"--json-schema: {name} cannot be used: {error}") from None
+
+
+def _processors(constraint: Constraint, tokenizers: list[Any], prompt: mx.array) -> list[GrammarProcessor]:
+    """Return the processors that constrain the answer to a prompt; only what follows reasoning that the prompt has
+    begun is constrained. Raises ConfigError if the schema cannot be used."""
+    from ..server.grammars import TokenizerGrammars, ends_in_reasoning
+
+    (tokenizer,) = tokenizers
+    try:
+        grammar = TokenizerGrammars(tokenizer).compile(constraint)
     except RequestRefused as error:
-        raise ConfigError(f"--json-schema: {error}") from None
-    return [] if grammar is None else [GrammarProcessor(grammar)]
+        raise ConfigError(str(error)) from None
+    if grammar is None:
+        return []
+    reasons = ends_in_reasoning(tokenizer, prompt.tolist())  # type: ignore[arg-type]
+    return [GrammarProcessor(grammar.begins_after(tokenizer.think_end_tokens) if reasons else grammar)]
 
 
 def _generate_step(
@@ -299,8 +321,6 @@ def _generate_step(
         kv_bits = KVBits.of(kw)
         if kv_bits is None or kv_bits.format is not None:
             kw["prompt_cache"] = patches.adopt_prompt_cache(model, cache)
-    if kw.get("max_kv_size") is not None:
-        warn_if_unbounded(model, has_cache=cache is not None)
     with PrefillProgress() as bar:
         if len(models) == 1 and kw.get("prompt_progress_callback") is None:
             kw["prompt_progress_callback"] = bar

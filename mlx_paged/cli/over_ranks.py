@@ -17,9 +17,9 @@ from ..config import argument_type
 from ..errors import ConfigError, RankError
 from ..ranks.ranks import EXIT_STATUS, Ranks
 from ..ranks.world import RANK_TIMEOUT, VARIABLE, check_same, connect, parse_timeout, versions
-from ..warn import warn_once
 
 T = TypeVar("T")
+PIPELINE = "--pipeline uses mlx-lm's own caches: the paged cache does not support layers spread over ranks"
 
 # Flags that mlx-lm does not support over ranks, either.
 REFUSED = {
@@ -131,8 +131,3 @@ def loading(ranks: Ranks, *, pipeline: bool) -> Callable[..., Any]:
             raise ConfigError(f"the model cannot be sharded over {ranks.size} ranks: {error}") from error
 
     return load
-
-
-def warn_of_pipeline() -> None:
-    """Warn that a model sharded by layers is not paged."""
-    warn_once("--pipeline uses mlx-lm's own caches: the paged cache does not support layers spread over ranks")

@@ -22,8 +22,7 @@ from ..server.options import ServerConfig
 from ..warn import warn_once
 from . import over_ranks
 from .generate import raise_cpu_cache_limit
-from .terminal import add_version, missing_packages, orderly_end, restrict, whole_number
-from .upstream_parser import Parser, parser_of
+from .terminal import Parser, add_version, missing_packages, orderly_end, parser_of, restrict, whole_number
 
 LOG_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 
@@ -142,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             pages = configured(args)
             importlib.import_module("mlx_lm.server").maybe_set_recommended_wired_limit()
             if args.pipeline:
-                over_ranks.warn_of_pipeline()
+                warn_once(over_ranks.PIPELINE)
                 run_upstream(args, config)
             else:
                 serve(args, config, pages, ranks)
@@ -170,7 +169,7 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
         logging.warning("unknown version of mlx_lm.server (%s): running its own code", changed)
         run_upstream(args, config)
         return
-    from ..server.http import LOOPBACK
+    from ..server.app import LOOPBACK
     from ..server.service import Service
 
     unify_log_format()

@@ -1,38 +1,38 @@
-"""Terminals: version text, types of flags, orderly ends of commands, and progress bars."""
+"""Command lines and terminals: version text, flags of mlx-lm's commands, orderly ends, and progress bars."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import errno
 import importlib.util
 import os
+import re
 import resource
-import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
-from typing import Any, Self, TextIO
+from types import SimpleNamespace
+from typing import Any, NoReturn, Self, TextIO
 
-from ..errors import PagedCacheError
+from tqdm import tqdm
+
+from ..errors import ConfigError, PagedCacheError
 from ..kv.pool import BlockPool
-from ..kv.stats import PagedCacheStats
-from .prompts_file import Counts
+from ..patches.patch import replaced
 
 SERVER_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 INTERRUPTED = 130  # exit status of a program that SIGINT ended
 BROKEN_PIPE = 141  # and of one that SIGPIPE ended
+WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def version_text() -> str:
     """Return the versions of this package, mlx-lm and MLX, in one line."""
     from .. import __version__
 
-    others = []
-    for name in ("mlx-lm", "mlx"):
-        with suppress(metadata.PackageNotFoundError):
-            others.append(f"{name} {metadata.version(name)}")
-    return f"mlx_paged {__version__} ({', '.join(others)})"
+    return f"mlx_paged {__version__} (mlx-lm {metadata.version('mlx-lm')}, mlx {metadata.version('mlx')})"
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
@@ -75,46 +75,103 @@ def restrict(parser: argparse.ArgumentParser, flag: str, convert: Callable[[str]
         action.type = convert
 
 
+# Parsers of mlx-lm's commands ----------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the flag that was meant.
+
+    While mlx-lm's main adds its flags, :meth:`parse_args` stops it; :meth:`parse` parses.
+
+    Attributes:
+        more_flags: flags that are parsed elsewhere, and may be meant.
+    """
+
+    more_flags: tuple[str, ...] = ()
+
+    def parse_args(self, *args: Any, **options: Any) -> Any:
+        """Stop mlx-lm's main, which has made its parser."""
+        raise _CompleteError(self)
+
+    def parse(self, arguments: list[str] | None) -> argparse.Namespace:
+        """Parse a command line; None: the process's. Exits with status 2 for a usage error."""
+        return argparse.ArgumentParser.parse_args(self, arguments)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and one line."""
+        flags = [flag for flag in (*self._option_string_actions, *self.more_flags) if flag.startswith("--")]
+        found = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if found and (near := difflib.get_close_matches(found[1], flags, 1)):
+            message += f"; did you mean {near[0]}?"
+        elif found:
+            message += f"; {self.prog} --help lists the options"
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class _CompleteError(Exception):
+    def __init__(self, parser: Parser) -> None:
+        self.parser = parser
+
+
+def parser_of(name: str, prog: str) -> Parser:
+    """Return the parser of a command of mlx-lm.
+
+    Args:
+        name: name of the module, such as ``generate``.
+        prog: the program's name in its help and errors.
+
+    Raises:
+        ConfigError: the flags of this version of mlx-lm cannot be read.
+    """
+    module = importlib.import_module(f"mlx_lm.{name}")
+    with replaced(module, argparse=SimpleNamespace(**vars(argparse) | {"ArgumentParser": Parser})):
+        try:
+            module.main()
+            raise ConfigError(f"the flags of this version of mlx_lm.{name} cannot be read")
+        except _CompleteError as complete:
+            parser = complete.parser
+    parser.prog = prog
+    return parser
+
+
+def show_first(parser: argparse.ArgumentParser, *flags: str) -> None:
+    """List these flags before all others in the help."""
+    first = parser.add_argument_group("common options")
+    for group in parser._action_groups[:-1]:
+        moved = [action for action in group._group_actions if set(flags) & set(action.option_strings)]
+        for action in moved:
+            group._group_actions.remove(action)
+        first._group_actions += moved
+    parser._action_groups.remove(first)
+    parser._action_groups.insert(0, first)
+
+
+# Ends -----------------------------------------------------------------------------------------------------------------
+
+
 class LineTracker:
-    """A text stream that keeps track of whether its last line has ended, and of write errors.
+    """A text stream that keeps track of whether its last line has ended.
 
     Args:
         stream: the stream to write to.
-
-    Attributes:
-        error: the last OSError of the stream, or None.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._at_start = True
-        self.error: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Write text, and note an error of the stream."""
+        """Write text."""
         if text:
             self._at_start = text.endswith("\n")
-        with self._noting_errors():
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        """Flush the stream, and note an error of it."""
-        with self._noting_errors():
-            self._stream.flush()
+        return self._stream.write(text)
 
     def end_line(self) -> None:
         """End the current line, if it is not empty, and flush."""
-        if not self._at_start:
-            self.write("\n")
-        self.flush()
-
-    @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.error = error
-            raise
+        with suppress(OSError):  # its reader may have gone
+            if not self._at_start:
+                self.write("\n")
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -139,18 +196,18 @@ def orderly_end(command: str, status_of: Callable[[Exception], int] = lambda err
         yield
         tracker.flush()
     except PagedCacheError as error:
-        _end_line(tracker)
+        tracker.end_line()
         print(f"{command}: {error}", file=sys.stderr)
         sys.exit(status_of(error))
     except KeyboardInterrupt as interrupt:
-        _end_line(tracker)
+        tracker.end_line()
         if sys.stderr.isatty():
             print(file=sys.stderr)  # after the terminal's ^C
         if interrupt.args:
             print(f"{command}: {interrupt}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except OSError as error:
-        if error is not tracker.error:
+        if error.filename is not None or error.errno not in WRITE_ERRORS:  # it is not stdout's
             raise
         if isinstance(error, BrokenPipeError):
             sys.exit(BROKEN_PIPE)
@@ -158,11 +215,6 @@ def orderly_end(command: str, status_of: Callable[[Exception], int] = lambda err
     finally:
         sys.stdout = stdout
         _redirect_if_unwritable(stdout)
-
-
-def _end_line(tracker: LineTracker) -> None:
-    with suppress(OSError):  # its reader may have gone
-        tracker.end_line()
 
 
 def _redirect_if_unwritable(stdout: TextIO) -> None:
@@ -195,107 +247,40 @@ def print_stats(pools: Mapping[str, BlockPool | None]) -> None:
     print(f"memory of the process: {most / 1e6:.1f} MB at its peak", file=sys.stderr)
 
 
-WIDTH = 30
-ERASE_LINE = "\r\x1b[K"
-SHOW_EVERY_SECONDS = 0.2
-# Shorter prefills finish before a bar says anything.
-SHOW_AFTER_SECONDS = 0.5
+SHOW_AFTER_SECONDS = 0.5  # shorter prefills finish before a bar says anything
 
 
-class Bar:
-    """A progress bar. Draws nothing if the stream is no terminal; a ``with`` block clears the bar at its end.
+def bar(total: int, line: str, **options: Any) -> tqdm[Any]:
+    """Return a progress bar on stderr, which vanishes when it is closed; nothing is drawn unless stderr is a terminal.
 
     Args:
-        stream: where the bar is drawn.
-        what: text before the bar.
+        total: what is to be done.
+        line: what is drawn, as tqdm's ``bar_format``.
+        options: further ones of tqdm.
     """
+    options |= {"file": sys.stderr, "ascii": ".#", "disable": not sys.stderr.isatty(), "leave": False}
+    return tqdm(total=total, bar_format=line, **options)
 
-    def __init__(self, stream: TextIO, what: str) -> None:
-        self._out = stream if stream.isatty() else None
-        self._what = what
-        self._begin = time.monotonic()
-        self._drawn = False
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the bar was made."""
-        return time.monotonic() - self._begin
+class PrefillProgress:
+    """A ``prompt_progress_callback`` that draws a bar on stderr, once prefill has taken a while. A ``with`` block
+    clears it."""
 
-    def draw(self, share: float, text: str) -> None:
-        """Draw the bar with a share from 0 to 1 filled, and a text behind it, in one line of the terminal."""
-        if self._out is not None:
-            columns = shutil.get_terminal_size().columns - 1
-            width = max(5, min(WIDTH, columns - len(self._what) - len(text) - 3))
-            filled = int(width * share)
-            line = f"{self._what}[{'#' * filled}{'.' * (width - filled)}] {text}"
-            self._out.write(f"{ERASE_LINE}{line[:columns]}")
-            self._out.flush()
-            self._drawn = True
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
 
-    def clear(self) -> None:
-        """Erase the bar, if it is drawn."""
-        if self._out is not None and self._drawn:
-            self._out.write(ERASE_LINE)
-            self._out.flush()
-        self._drawn = False
+    def __call__(self, processed: int, total: int) -> None:
+        """Draw the bar; clear it at the end."""
+        if self._bar is None:
+            line = "prefill [{bar:30}] {n_fmt}/{total_fmt} tokens, {rate_fmt}"
+            self._bar = bar(total, line, unit=" tokens", delay=SHOW_AFTER_SECONDS)
+        self._bar.update(processed - self._bar.n)
+        if processed >= total:
+            self._bar.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.clear()
-
-
-class PrefillProgress(Bar):
-    """A ``prompt_progress_callback`` that draws a bar on stderr, once prefill has taken a while."""
-
-    def __init__(self) -> None:
-        super().__init__(sys.stderr, "prefill ")
-
-    def __call__(self, processed: int, total: int) -> None:
-        """Draw the bar; clear it at the end."""
-        seconds = self.seconds
-        if processed >= total:
-            self.clear()
-        elif processed and (self._drawn or seconds > SHOW_AFTER_SECONDS):
-            self.draw(processed / total, f"{processed}/{total} tokens, {rate(processed, seconds)}")
-
-
-class BatchProgress(Bar):
-    """A bar for a run over many prompts."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream, "")
-        self._shown_at = -SHOW_EVERY_SECONDS
-
-    def show(
-        self,
-        counts: Counts,
-        num_tokens: int,
-        seconds: float,
-        stats: PagedCacheStats | None,
-        *,
-        num_prompt_tokens: int = 0,
-        underway: float = 0.0,
-    ) -> None:
-        """Draw the bar, at most every 0.2 s.
-
-        Args:
-            counts: prompts done, in all, and failed.
-            num_tokens: tokens generated in this run.
-            seconds: time since the run began.
-            stats: stats of the block pool, if there is one.
-            num_prompt_tokens: prompt tokens prefilled in this run.
-            underway: progress of the running prompts, as a number of prompts.
-        """
-        if self._out is None or seconds - self._shown_at < SHOW_EVERY_SECONDS:
-            return
-        self._shown_at = seconds
-        text = f"{counts.done}/{plural(counts.total, 'prompt')}"
-        text += f", {counts.failed} failed" if counts.failed else ""
-        text += f", {plural(num_prompt_tokens, 'prompt token')}" if num_prompt_tokens else ""
-        text += f", {rate(num_tokens, seconds)}"
-        if stats is not None and stats.budget_bytes:
-            share = 100 * stats.bytes_in_use / stats.budget_bytes
-            text += f", pool {share:.0f} % in use ({plural(stats.live_blocks, 'block')})"
-        self.draw(min(counts.done + underway, counts.total) / max(counts.total, 1), text)
+        if self._bar is not None:
+            self._bar.close()

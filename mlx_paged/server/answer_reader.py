@@ -136,6 +136,8 @@ def _schemas(tools: Iterable[Mapping[str, Any]] | None) -> dict[str, Any]:
 class AnswerReader:
     """Reads one answer. In a stream, a call's arguments in JSON come while they are generated.
 
+    Methods that yield wait for more text.
+
     Args:
         marks: the model's marks.
         state: state in which the answer begins.
@@ -160,39 +162,7 @@ class AnswerReader:
         streams: bool = False,
         calls_once: bool = False,
     ) -> None:
-        self._source = _Source(marks, state, tools, is_free=is_free, streams=streams, calls_once=calls_once)
-        self._steps = self._source.channels() if marks.has_channels and (is_free or tools) else self._source.states()
-
-    def feed(self, text: str, *, is_last: bool = False) -> list[Delta]:
-        """Add text of the answer. Return what is known now; with ``is_last`` all that is left."""
-        source = self._source
-        source.held += text
-        source.is_last = is_last
-        next(self._steps, None)
-        deltas, source.deltas = source.deltas, []
-        return deltas
-
-    @property
-    def state(self) -> str:
-        return self._source.state
-
-    @property
-    def num_calls(self) -> int:
-        return self._source.num_calls
-
-    @property
-    def is_call_cut(self) -> bool:
-        return self._source.is_cut or self._source.num_calls > self._source.num_ended
-
-
-class _Source:
-    """The text of an answer that has not been read, and the deltas of what has. Its methods that yield wait for more
-    text; a reader runs :meth:`states` or :meth:`channels`."""
-
-    def __init__(
-        self, marks: TextMarks, state: str, tools: Any, *, is_free: bool, streams: bool, calls_once: bool
-    ) -> None:
-        self.held, self.is_last = "", False
+        self.held, self.is_last = "", False  # text that was not read yet, and whether nothing follows it
         self.deltas: list[Delta] = []
         self.state = state
         self.num_calls = self.num_ended = 0
@@ -206,6 +176,19 @@ class _Source:
         self._finds_alone = bool(self._schemas) and is_free  # a call in JSON may be the whole answer
         self._taken: list[str] = []  # text read since the beginning of a call
         self._is_blank = True  # nothing but white space since the beginning, a call or reasoning
+        self._steps = self.channels() if marks.has_channels and (is_free or tools) else self.states()
+
+    def feed(self, text: str, *, is_last: bool = False) -> list[Delta]:
+        """Add text of the answer. Return what is known now; with ``is_last`` all that is left."""
+        self.held += text
+        self.is_last = is_last
+        next(self._steps, None)
+        deltas, self.deltas = self.deltas, []
+        return deltas
+
+    @property
+    def is_call_cut(self) -> bool:
+        return self.is_cut or self.num_calls > self.num_ended
 
     # Text ---------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from .errors import refusal_of
 from .http import SOCKET_SECONDS, RequestLog, json_response
 from .request import ServerRequest
 from .requests.pieces import Delta, Echo, Event, Form, Piece, Token, Usage
-from .work import Begun, ClientGone, Generated, Scores, Work
+from .work import ClientGone, Generated, Scores, Work
 
 if TYPE_CHECKING:
     from .texts import LoadedTexts
@@ -34,7 +34,6 @@ class Answer:
         index: its position among the request's answers.
         request: the request that it answers.
         texts: the model's tokenizer and marks.
-        streams: whether arguments of tool calls are sent while they are generated.
 
     Attributes:
         num_cached: prompt tokens that came from the prefix cache; None: the answer has not begun.
@@ -42,7 +41,7 @@ class Answer:
         num_reasoning: reasoning tokens among them.
     """
 
-    def __init__(self, index: int, request: ServerRequest, texts: LoadedTexts, *, streams: bool = False) -> None:
+    def __init__(self, index: int, request: ServerRequest, texts: LoadedTexts) -> None:
         self.index = index
         self.num_cached: int | None = None
         self.num_tokens = self.num_reasoning = 0
@@ -52,7 +51,7 @@ class Answer:
             request.prompt_of(index).initial_state,
             tools=request.tools,
             is_free=request.constraint is None or request.constraint.answer is None,
-            streams=streams,
+            streams=request.streams,
             calls_once=request.calls_once,
         )
         self._tokens: list[Token] = []  # not sent yet
@@ -60,6 +59,8 @@ class Answer:
 
     def next(self, said: Generated) -> Piece | None:
         """Add the next token. Return the piece that can be sent now, or None; the last token always gives a piece."""
+        if said.num_cached is not None:
+            self.num_cached = said.num_cached
         if self._request.has_no_answer:
             return Piece(self.index, finish="length")
         text, is_last = said.text, said.finish is not None
@@ -95,12 +96,11 @@ class Answers:
         request: the request, with its prompts.
         texts: the model's tokenizer and parsers.
         form: the API's response format.
-        streams: whether the answers are sent while they are generated.
     """
 
-    def __init__(self, request: ServerRequest, texts: LoadedTexts, form: Form, *, streams: bool = False) -> None:
-        self._request, self._texts, self._form = request, texts, form
-        self._answers = [Answer(index, request, texts, streams=streams) for index in range(request.num_answers)]
+    def __init__(self, request: ServerRequest, texts: LoadedTexts, form: Form) -> None:
+        self.request, self._texts, self._form = request, texts, form
+        self._answers = [Answer(index, request, texts) for index in range(request.num_answers)]
         self._pieces: list[Piece] = []  # not sent yet
         self._scores: dict[int, Scores] = {}
         self._num_open = request.num_answers
@@ -112,10 +112,6 @@ class Answers:
     def are_over(self) -> bool:
         return not self._num_open
 
-    @property
-    def have_logprobs(self) -> bool:
-        return self._request.wants_logprobs
-
     def add(self, items: Sequence[Any]) -> None:
         """Add items from the engine."""
         for item in items:
@@ -124,8 +120,6 @@ class Answers:
                 self._num_open -= item.finish is not None
                 if (piece := self._answers[item.answer].next(item)) is not None:
                     self._pieces.append(piece)
-            elif isinstance(item, Begun):
-                self._answers[item.answer].num_cached = item.num_cached
             elif isinstance(item, Scores):
                 self._scores[item.prompt] = item
             else:
@@ -157,11 +151,11 @@ class Answers:
         usage = self.usage()
         log.prompt, log.cached, log.generated = usage.prompt, usage.cached, usage.completion
         if self._first_at is not None:
-            log.first_token = self._first_at - self._request.asked_at
+            log.first_token = self._first_at - self.request.asked_at
 
     def usage(self) -> Usage:
         """Return the token counts so far; a prompt's cached tokens are the fewest that any of its answers had."""
-        request, answers = self._request, self._answers
+        request, answers = self.request, self._answers
         cached = 0
         for first in range(0, len(answers), request.n):
             known = [answer.num_cached for answer in answers[first : first + request.n]]
@@ -173,12 +167,12 @@ class Answers:
 
     def _echoes(self) -> list[Echo]:
         """Return the prompt that each answer begins with; none without ``echo``."""
-        request = self._request
+        request = self.request
         prompts = [self._echo(number) for number in range(len(request.prompts))] if request.echo else []
         return [echo for echo in prompts for _ in range(request.n)]
 
     def _echo(self, number: int) -> Echo:
-        given, (first, *rest) = self._request.inputs[number], self._request.prompts[number].tokens
+        given, (first, *rest) = self.request.inputs[number], self.request.prompts[number].tokens
         text = given if isinstance(given, str) else self._texts.decode([first, *rest])
         if (scores := self._scores.get(number)) is None:
             return Echo(text)
@@ -193,55 +187,29 @@ BEAT_SECONDS = 1.0  # without a write, after which a keep-alive comment is sent
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class Client:
-    """A client that waits for its answer; watches for its disconnect. For the event loop.
-
-    Args:
-        work: carries the answer; fails with ClientGone when the client disconnects.
-        receive: ASGI's; the request body has been read.
-    """
-
-    def __init__(self, work: Work, receive: Any) -> None:
-        self.work, self._receive = work, receive
-        self._watch = asyncio.create_task(self._until_gone())
-
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.work.fail(ClientGone())
-
-    def close(self) -> None:
-        """Stop watching, and end the work."""
-        self._watch.cancel()
-        self.work.close()
-
-
 class AnswerResponse(Response):
     """The HTTP response with a request's answers. An event stream starts with the first event, or after a second:
     errors found before that still get their HTTP status.
 
     Args:
-        client: the client that waits for it.
-        answers: the answers, fed from the client's work.
+        work: carries the answers to the client.
+        answers: the answers, fed from the work.
         form: the API's response format.
         log: log entry of the request.
         headers: additional headers.
-        streams: whether the response is an event stream.
     """
 
     def __init__(
         self,
-        client: Client,
+        work: Work,
         answers: Answers,
         form: Form,
         log: RequestLog,
         headers: dict[str, str],
-        *,
-        streams: bool,
     ) -> None:
         super().__init__(headers=headers)
-        self._client, self._work = client, client.work
-        self._answers, self._form, self._log, self._given, self._streams = answers, form, log, headers, streams
+        self._work, self._answers, self._form, self._log = work, answers, form, log
+        self._given = headers
         self._has_begun = False
         self._last = time.monotonic()
 
@@ -249,7 +217,7 @@ class AnswerResponse(Response):
         """Send the response. Raises ClientGone, and other errors only while the response can still get a status."""
         self._send_message = send
         try:
-            if self._streams:
+            if self._answers.request.streams:
                 await self._stream_events()
                 return
             while not self._answers.are_over:
@@ -264,7 +232,7 @@ class AnswerResponse(Response):
             await self._write(events_text(self._form.failed(refusal)))
             await self._write(b"", more=False)
         finally:
-            self._client.close()
+            self._work.close()
             self._answers.note_in(self._log)
 
     async def _stream_events(self) -> None:
@@ -283,7 +251,7 @@ class AnswerResponse(Response):
 
     async def _run(self, call: Callable[[Sequence[Any]], T], items: Sequence[Any], *, is_long: bool = False) -> T:
         """Call a function; in a worker thread if it takes long, as texts of tokens with log-probabilities do."""
-        if is_long or self._answers.have_logprobs:
+        if is_long or self._answers.request.wants_logprobs:
             return await run_in_threadpool(call, items)
         return call(items)
 
@@ -306,9 +274,8 @@ class AnswerResponse(Response):
 
 def events_text(events: Iterable[Event]) -> bytes:
     """Return events as they are sent to the client."""
-    return "".join(map(event_text, events)).encode()
-
-
-def event_text(event: Event) -> str:
-    data = event.data if isinstance(event.data, str) else json.dumps(event.data, allow_nan=False)
-    return f"data: {data}\n\n" if event.name is None else f"event: {event.name}\ndata: {data}\n\n"
+    text = ""
+    for event in events:
+        data = event.data if isinstance(event.data, str) else json.dumps(event.data, allow_nan=False)
+        text += f"data: {data}\n\n" if event.name is None else f"event: {event.name}\ndata: {data}\n\n"
+    return text.encode()

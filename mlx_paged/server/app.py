@@ -1,36 +1,210 @@
-"""The routes of the server."""
+"""The parts of a server, what is checked and logged of every request, and the routes."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import logging
+import os
 import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
-from urllib.parse import unquote
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
-from .answers import AnswerResponse, Answers, Client
-from .errors import RequestRefused, invalid, not_found
-from .http import Gate, RequestLog, body_of, json_response
-from .parts import Parts
-from .prompting import size_of
-from .report import CACHE_PAGE_HEADERS, CONTENT_TYPE, cache_page
-from .request import ServerRequest
+from ..ranks.ranks import Ranks
+from .answers import AnswerResponse, Answers
+from .clients import Clients
+from .engine_thread import CLOSING
+from .errors import RequestRefused, invalid, not_found, unavailable
+from .http import RequestLog, body_of, error_response, in_worker, json_response
+from .model_names import ModelNames
+from .options import ServerConfig
+from .ranked_engine import check_for_ranks, make_engine
+from .report import CACHE_PAGE_HEADERS, CONTENT_TYPE, ServerStats, blocks_of, cache_page, dispatches, pages_of
+from .request import ModelKey, ServerRequest
 from .requests.endpoints import ENDPOINTS, RESPONSES, Computation, Endpoint, Page, description
 from .requests.fields import MAX_PRIORITY, parsed
 from .requests.pieces import Form, Head
-from .requests.responses import ResponseForm
-from .work import Work
+from .requests.responses import MAX_KEPT_BYTES, KeptResponses, ResponseForm
+from .work import ClientGone, Work
 
+if TYPE_CHECKING:
+    from .loaded_models import LoadedModels
+
+QUIET = ("/v1/cache/stats", "/health", "/metrics")  # polled by the page and by monitors: logged at DEBUG only
+LOOPBACK = re.compile(r"localhost|.+\.localhost|127(\.\d+){3}|\[?::1\]?")
+# Pages of this machine, browser extensions and applications; no web sites.
+LOCAL_ORIGINS = r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?|(?!https?:|null)[a-z][a-z0-9+.-]*:.*"
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,100}")  # of requests
 HEALTHY = ("ok", "degraded")  # "ok" is mlx-lm's word
+
+
+class Parts:
+    """The parts of one server.
+
+    Args:
+        models: the models that it serves.
+        cli_args: parsed arguments of the command line.
+        config: the server's options.
+        default: the model of the command line.
+        fingerprint: ``system_fingerprint`` of answers.
+        ranks: processes that compute the model together; None: only this one. Rank 0 has the clients.
+
+    Attributes:
+        num_answering: POST requests that are being answered.
+        is_draining: no new requests are served.
+    """
+
+    def __init__(
+        self,
+        models: LoadedModels,
+        cli_args: Any,
+        config: ServerConfig,
+        default: ModelKey,
+        fingerprint: str = "",
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.cli_args, self.config, self.fingerprint, self.ranks = cli_args, config, fingerprint, ranks
+        self.stats = ServerStats()
+        self.names = ModelNames(default, config, cli_args.models)
+        self.clients = Clients(config.api_keys)
+        self.responses = KeptResponses(MAX_KEPT_BYTES if config.response_store else 0)
+        self.num_answering = 0
+        self.is_draining = False
+        self.engine = make_engine(models, self.stats, config.memory_watermark, config.watchdog_timeout, ranks)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Sampling parameters of requests that give none."""
+        args = self.cli_args
+        return {"temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
+
+    def check_open(self) -> None:
+        """Raise RequestRefused (503) if no new requests are served."""
+        if self.is_draining:
+            raise unavailable(CLOSING)
+        self.engine.check()
+
+    # Health and figures ---------------------------------------------------------------------------------------
+
+    def health(self) -> dict[str, Any]:
+        """Return the body of ``/health``. Never blocks on the engine's thread."""
+        state = self.engine.state
+        status = "draining" if self.is_draining and state != "failed" else state
+        return {"status": status, "memory": self.engine.memory_watch.as_dict()}
+
+    def report(self, *, with_blocks: bool = False) -> dict[str, Any]:
+        """Return what ``/v1/cache/stats`` says; with ``with_blocks`` also the state of every block and the requests.
+        Never blocks on the engine's thread; figures are a snapshot."""
+        models, requests = self.engine.models, self.engine.sequences()
+        texts, cache, pool = models.texts, models.prompt_cache, models.pool
+        path = None if texts is None else texts.key.model
+        report: dict[str, Any] = {
+            "model": None if path is None else os.path.basename(path.rstrip("/")),
+            "health": self.health(),
+            "server": self.stats.as_dict(),
+            "clients": self.clients.figures(),
+            "running": {"running": sum(not each["waiting"] for each in requests), "waiting": self.engine.num_waiting},
+            "pool": None if pool is None else pool.stats().as_dict(),
+            "pages": [] if pool is None else [pages_of(group) for group in pool.groups],
+            "prefix_cache": cache.figures() if hasattr(cache, "figures") else None,
+            "dispatch": dispatches(),
+        }
+        if with_blocks:
+            report |= {"sequences": requests, "blocks": [] if pool is None else blocks_of(pool)}
+        return report
+
+
+# Every request ------------------------------------------------------------------------------------------------------
+
+
+class Gate(CORSMiddleware):
+    """The outermost ASGI application: checks origin and host, turns exceptions into responses, counts and logs.
+
+    A web page that attacks a server on the loopback interface sends its own origin, or, with DNS rebinding, its own
+    name as the host. If the server has API keys, which pages do not know, any host is allowed.
+
+    Args:
+        app: the application that answers.
+        parts: the parts of the server.
+    """
+
+    def __init__(self, app: Callable[..., Any], parts: Parts) -> None:
+        self._app, self._parts = app, parts
+        host, origins = parts.cli_args.host, parts.cli_args.allowed_origins
+        self._host, self._checks_host = host, LOOPBACK.fullmatch(host) is not None and not parts.config.api_keys
+        super().__init__(
+            self._answer,
+            allow_origins=origins or (),
+            allow_origin_regex=LOCAL_ORIGINS if origins is None else None,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-ignored-parameters"],
+        )
+
+    def check(self, headers: Headers) -> None:
+        """Raise RequestRefused: 403 for a forbidden origin or host, 400 for an invalid host."""
+        origin = headers.get("origin")
+        if origin is not None and not self.is_allowed_origin(origin):
+            raise RequestRefused(403, f"the origin {origin[:200]!r} is not allowed (--allowed-origins)")
+        try:
+            name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        except ValueError:
+            raise invalid("invalid Host header") from None
+        if self._checks_host and "." in name and not (name == self._host or LOOPBACK.fullmatch(name)):
+            try:
+                ipaddress.ip_address(name)
+            except ValueError:
+                raise RequestRefused(403, f"the Host header {name[:200]!r} is not this server's name") from None
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        headers, begin = Headers(scope=scope), time.monotonic()
+        given = headers.get("x-request-id", "")
+        log = RequestLog(given if _ID.fullmatch(given) else uuid.uuid4().hex)
+        scope["app"] = self  # makes starlette raise HTTPException instead of answering
+        scope.setdefault("state", {})["log"] = log
+        is_post = scope["method"] == "POST"
+
+        async def noted_send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                log.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = log.id
+            await send(message)
+
+        self._parts.num_answering += is_post
+        try:
+            self.check(headers)
+            app = Response(status_code=204) if scope["method"] == "OPTIONS" else self._app
+            await app(scope, receive, noted_send)
+        except (ClientGone, ClientDisconnect, ConnectionAbortedError):
+            log.outcome = "cancelled"
+        except Exception as error:
+            if log.status:
+                raise
+            await error_response(error, scope, log)(scope, receive, noted_send)
+        finally:
+            self._parts.num_answering -= is_post
+            log.num_seconds = time.monotonic() - begin
+            if is_post:
+                self._parts.stats.requests[log.outcome] += 1
+            if log.client:
+                self._parts.clients.count(log.client, log.prompt, log.cached, log.generated)
+            path = scope["raw_path"].decode("ascii", "backslashreplace")  # percent-encoded: no line breaks
+            quiet = path in QUIET and log.status in (200, 503)
+            logging.log(logging.DEBUG if quiet else logging.INFO, "%s", log.line(scope["method"], path))
+
+
+# Routes -------------------------------------------------------------------------------------------------------------
 
 
 def make_app(parts: Parts) -> Any:
@@ -48,22 +222,6 @@ def make_app(parts: Parts) -> Any:
 
 async def _nothing_here(scope: Any, receive: Any, send: Any) -> None:
     raise not_found(f"no such endpoint: {scope['path'][:200]}")
-
-
-@dataclass
-class Asked:
-    """What a request to generate asks for, as read from its body.
-
-    Attributes:
-        request, form: the request and the form of its answers.
-        headers: headers of the answer.
-        streams: whether the answers are sent while they are generated.
-    """
-
-    request: ServerRequest
-    form: Form
-    headers: dict[str, str]
-    streams: bool
 
 
 class App:
@@ -89,28 +247,28 @@ class App:
         return handle
 
     async def _generate(self, endpoint: Endpoint, http: Request, raw: bytearray, key: str | None) -> Response:
-        parts, run, size = self._parts, self._parts.prompts.run, len(raw)
-        asked = await run(lambda: self._read(endpoint, raw, key, http), size=size)
-        request = asked.request
-        client = Client(Work(request, request.model, asyncio.get_running_loop()), http.receive)
+        parts = self._parts
+        request, form, headers = await in_worker(lambda: self._read(endpoint, raw, key, http))
+        work = Work(request, request.model, asyncio.get_running_loop())
+        work.watch(http.receive)
         try:
             found = await parts.engine.texts_for(request.model)
-            size = max(size, sum(map(size_of, request.inputs)))  # an earlier response may have joined it
-            await run(lambda: parts.prompts.complete(request, found), size=size)
-            await parts.prompts.compile(request, found, lambda: client.work.is_open)
-            answers = Answers(request, found, asked.form, streams=asked.streams)
-            parts.engine.submit(client.work)
+            await in_worker(lambda: found.complete(request, parts.cli_args.max_tokens))
+            if request.constraint is not None:
+                await asyncio.to_thread(found.constrain, request, lambda: work.is_open)  # it mostly waits
+            answers = Answers(request, found, form)
+            parts.engine.submit(work)
         except BaseException:
-            client.close()
+            work.close()
             raise
-        return AnswerResponse(client, answers, asked.form, _log(http), asked.headers, streams=asked.streams)
+        return AnswerResponse(work, answers, form, _log(http), headers)
 
     async def _compute(self, endpoint: Computation, http: Request, raw: bytearray) -> Response:
-        parts, run, size = self._parts, self._parts.prompts.run, len(raw)
-        body, headers = await run(lambda: self._parsed(endpoint, raw, http), size=size)
+        parts = self._parts
+        body, headers = await in_worker(lambda: self._parsed(endpoint, raw, http))
         texts = await parts.engine.texts_for(parts.names.resolve(body.model))
-        answer = lambda: json_response(endpoint.answer(body, parts.prompts, texts), headers=headers)  # noqa: E731
-        return await run(answer, size=size)
+        answer = lambda: json_response(endpoint.answer(body, texts), headers=headers)  # noqa: E731
+        return await in_worker(answer)
 
     # In a worker thread ---------------------------------------------------------------------------------------
 
@@ -122,8 +280,10 @@ class App:
         _log(http).model = self._parts.names.shown(body.model)
         return body, {"x-ignored-parameters": _header(ignored)} if ignored else {}
 
-    def _read(self, endpoint: Endpoint, raw: bytes | bytearray, key: str | None, http: Request) -> Asked:
-        """Return what a body asks for."""
+    def _read(
+        self, endpoint: Endpoint, raw: bytes | bytearray, key: str | None, http: Request
+    ) -> tuple[ServerRequest, Form, dict[str, str]]:
+        """Return the request of a body, the form of its answers, and headers."""
         parts, log = self._parts, _log(http)
         body, headers = self._parsed(endpoint, raw, http)
         keep = parts.responses.open(body, key) if endpoint is RESPONSES else None
@@ -134,11 +294,14 @@ class App:
         request.model = parts.names.resolve(body.model, body.adapters, body.draft_model)
         if body.num_draft_tokens is not None and request.model.draft is None and not parts.config.mtp:
             raise invalid("num_draft_tokens requires a draft model or --mtp", "num_draft_tokens")
-        parts.check_for_ranks(request)
-        form = endpoint.form(_head(parts.names.shown(body.model), parts.fingerprint), body)
+        if parts.ranks is not None:
+            check_for_ranks(request, is_default=request.model == parts.names.resolve(None))
+        head = Head(uuid.uuid4().hex, parts.names.shown(body.model), int(time.time()), parts.fingerprint)
+        form = endpoint.form(head, body)
         if isinstance(form, ResponseForm):
             form.keep = keep
-        return Asked(request, form, headers, bool(getattr(body, "stream", False)))
+        request.streams = bool(getattr(body, "stream", False))
+        return request, form, headers
 
     def check_key(self, http: Request) -> str | None:
         """Return the request's API key; None if the server has none. Raises RequestRefused (401) for a wrong key."""
@@ -229,10 +392,6 @@ class App:
     def _figures(self) -> dict[str, Any]:
         texts = self._parts.engine.models.texts
         return {} if texts is None or texts.context_length is None else {"max_model_len": texts.context_length}
-
-
-def _head(model: str, fingerprint: str) -> Head:
-    return Head(uuid.uuid4().hex, model, int(time.time()), fingerprint)
 
 
 def _asked_priority(body: Any, http: Request) -> int | None:

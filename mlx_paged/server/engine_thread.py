@@ -10,18 +10,20 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
-from queue import SimpleQueue
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import mlx.core as mx
 
-from ..errors import check_device
-from .engine_loop import CLOSING, EngineLoop
+from ..errors import PoolExhaustedError, RequestFailedError, check_device
 from .errors import RequestRefused, unavailable
-from .memory import MemoryWatch, Pressure
-from .request import ModelKey
-from .work import Work
+from .memory import MemoryWatch, Pressure, trim_heap
+from .request import ModelKey, ServerRequest
+from .row import Row, fetch_logprobs
+from .work import Outbox, Progress, Scores, Work
 
 if TYPE_CHECKING:
     from .loaded_models import LoadedModels
@@ -34,18 +36,26 @@ MAX_WAITING = 1024  # requests
 # Seconds without progress that count as a hang. A step may compile kernels, and on a CPU its two thousand prompt tokens
 # take minutes.
 GPU_TIMEOUT, CPU_TIMEOUT = 300.0, 3600.0
+IDLE_SECONDS = 0.1
+TIDY_EVERY_SECONDS, TIDY_SECONDS = 30, 0.1
+TRIM_SECONDS = 5  # without work, after which the heap is trimmed
+CLOSING = "the server is shutting down"
 
 
 class EngineThread:
-    """The thread that runs an :class:`EngineLoop`. If the loop fails through no request's fault, as after an error of
-    the device, or hangs, the process ends with :data:`EXIT_STATUS`, and a service manager starts it again.
+    """The one thread that computes: a batch, and the requests that wait for it or run alone.
+
+    If a turn fails through no request's fault, as after an error of the device, or hangs, the process ends with
+    :data:`EXIT_STATUS`, and a service manager starts it again.
 
     Args:
         models: the model and its caches.
         stats: the server's figures.
         memory_watch: watches the memory in use.
         timeout: seconds without progress that count as a hang; 0: no watchdog; None: the device's default.
-        make_loop: makes the loop; None: an EngineLoop.
+        clock: returns seconds.
+
+    Attributes:
         on_start_error: called with the error if the server's own model cannot be served.
     """
 
@@ -56,21 +66,31 @@ class EngineThread:
         memory_watch: MemoryWatch,
         timeout: float | None,
         *,
-        make_loop: Callable[[EngineThread], EngineLoop] | None = None,
-        on_start_error: Callable[[Exception], None] = lambda error: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.models, self.stats, self.memory_watch = models, stats, memory_watch
         self.requests: SimpleQueue[Work] = SimpleQueue()
         self.start_error: Exception | None = None
-        self.has_started = self.is_stopping = self.is_dead = False
+        self.has_started = self.is_stopping = self.is_dead = self.is_loading = False
         self._open: weakref.WeakSet[Work] = weakref.WeakSet()
         self._open_lock = threading.Lock()  # a WeakSet cannot be read while another thread adds to it
-        self._on_start_error = on_start_error
-        self.loop = (make_loop or new_loop)(self)
+        self.on_start_error: Callable[[Exception], None] = lambda error: None
         if timeout is None:
             timeout = GPU_TIMEOUT if mx.default_device() == mx.Device(mx.gpu) else CPU_TIMEOUT
         self._timeout = timeout
         self.thread = threading.Thread(target=self._run, daemon=True, name="engine")
+        # Changed by the thread only.
+        self.pending: deque[Work] = deque()
+        self.batch: Any = None
+        self.rows: dict[int, Row] = {}  # by uid
+        self.scoring: deque[tuple[Work, Iterator[None]]] = deque()
+        self.alone: Iterator[None] | None = None
+        self.stream: Any = None
+        self.outbox = Outbox()
+        self._num_turns = self._num_computed = 0
+        self._clock = clock
+        self._tidied, self._worked_at = clock(), 0.0
+        self._used_at: float | None = clock()  # None: the models have been unloaded since
 
     def start(self, *, is_watched: bool = True) -> None:
         self.thread.start()
@@ -88,7 +108,7 @@ class EngineThread:
         with self._open_lock:  # first: whatever happens from here on fails it
             self._open.add(work)
         self.check()
-        if self.loop.num_waiting >= MAX_WAITING:
+        if self.num_waiting >= MAX_WAITING:
             raise RequestRefused(
                 429, f"too many waiting requests (limit {MAX_WAITING})", kind="overloaded", retry_after=5
             )
@@ -126,14 +146,16 @@ class EngineThread:
             return "loading"
         return "degraded" if self.memory_watch.pressure == Pressure.PREEMPTING else "ok"
 
-    def health(self) -> dict[str, Any]:
-        """Return the body of ``/health``. Never blocks on the engine thread."""
-        return {"status": self.state, "memory": self.memory_watch.as_dict()}
-
     def sequences(self) -> list[dict[str, Any]]:
         """Return the progress of each answer in the batch and of each request outside it, in order of arrival."""
+        rows, batch = dict(self.rows), self.batch
+        batched = [
+            {**each, "number": row.name, "order": (row.request.number, row.index), "age_seconds": _age(row.request)}
+            for each in ([] if batch is None else batch.progress())
+            if (row := rows.get(each["uid"])) is not None
+        ]
         outside = [work for work in self._open_work() if work.request is not None and work.state != "batched"]
-        found = [*self.loop.sequences(), *(_figures(work) for work in outside if work.is_wanted)]
+        found = [*batched, *(_figures(work) for work in outside if work.is_wanted)]
         return sorted(found, key=lambda each: each["order"])
 
     def _open_work(self) -> list[Work]:
@@ -153,6 +175,11 @@ class EngineThread:
             self.thread.join(seconds)
         return not self.thread.is_alive()
 
+    @property
+    def num_waiting(self) -> int:
+        batch = self.batch
+        return self.requests.qsize() + len(self.pending) + (0 if batch is None else batch.num_waiting)
+
     # The thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -160,9 +187,9 @@ class EngineThread:
         try:
             self._load_default()
             if self.start_error is None:
-                self.loop.run()
-                self.loop.refuse_all()
-                self.loop.outbox.flush()
+                self.run()
+                self.refuse_all()
+                self.outbox.flush()
                 self.models.close()  # in this thread: arrays must be freed where they were made
         except BaseException as error:
             logging.critical("the engine failed", exc_info=error)
@@ -181,7 +208,303 @@ class EngineThread:
                 return
             check_device(error)
             self.start_error = error
-            self._on_start_error(error)
+            self.fail_all("the model could not be loaded: see the server's log")
+            self.on_start_error(error)
+
+    def run(self) -> None:
+        """Run until the server stops. Raises the error that ends the loop otherwise."""
+        self.stream = mx.default_stream(mx.default_device())
+        while not self.is_stopping:
+            self.guarded_turn()
+
+    def guarded_turn(self) -> None:
+        """Run one turn; an error in it fails the batch's requests, one of the device ends the loop."""
+        try:
+            self.turn()
+        except Exception as error:
+            check_device(error)
+            self.note_failure(error)
+            self.close_batch(error)
+        self.outbox.flush()
+
+    def note_failure(self, error: Exception) -> None:
+        logging.error("a step failed; its requests fail", exc_info=error)
+
+    def turn(self) -> None:
+        self._num_turns += 1
+        self.receive()
+        if self.alone is not None:
+            if next(self.alone, False) is False:
+                self.alone = None
+            return
+        while self.pending and self._start(self.pending[0]):
+            self.pending.popleft()
+        if self.scoring and next(self.scoring[0][1], False) is False:
+            self.scoring.popleft()
+        if self.batch is not None:
+            self.memory_watch.relieve(self.batch, self.models.pool, self.models.prompt_cache)
+            self._step()
+        cache, now = self.models.prompt_cache, self._clock()
+        if now - self._tidied > TIDY_EVERY_SECONDS and hasattr(cache, "tidy"):  # for a server that is never idle
+            cache.tidy(for_seconds(TIDY_SECONDS))
+            self._tidied = self._clock()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether any request is pending or running; those still in the queue do not count."""
+        return bool(self.pending or self.rows or self.scoring or self.alone is not None)
+
+    def arrived(self, seconds: float) -> list[Work]:
+        """Return all new requests, waiting up to ``seconds`` for the first."""
+        found = []
+        with suppress(Empty):
+            found.append(self.requests.get(timeout=seconds))
+            while True:
+                found.append(self.requests.get_nowait())
+        return found
+
+    def receive(self) -> None:
+        """Take new requests; when idle, wait up to IDLE_SECONDS for one, and then tidy up."""
+        is_busy = self.is_busy
+        self.pending += self.arrived(0 if is_busy else IDLE_SECONDS)
+        if not is_busy and not self.pending:
+
+            def is_wanted() -> bool:
+                self._num_turns += 1  # called between prefixes written to disk: slow, but progress
+                return not self.requests.empty() or self.is_stopping
+
+            self.tidy_while_idle(is_wanted)
+        self.drop_gone()
+
+    def drop_gone(self) -> None:
+        """Drop requests that wait or whose prompts are scored, and whose clients have gone."""
+        self.pending = deque(work for work in self.pending if work.is_wanted)
+        self.scoring = deque(each for each in self.scoring if each[0].is_wanted)
+        if self.is_busy:
+            self._worked_at = self._used_at = self._clock()
+
+    # Requests begin -------------------------------------------------------------------------------------------
+
+    def _start(self, work: Work) -> bool:
+        """Start a request, or answer it at once. Return False if it must wait until the running requests are done."""
+        models, request = self.models, work.request
+        is_busy = bool(self.rows or self.scoring)
+        if self.alone is not None:
+            return False
+        try:
+            if work.key is not None and not models.is_present(work.key):
+                if is_busy:
+                    return False
+                self.is_loading = True
+                models.load(work.key, lambda: self.close_batch(None))
+            if request is None:  # only the model's texts are wanted
+                if models.texts is None:
+                    raise RequestRefused(
+                        404, "model is required: the server was started without --model", param="model"
+                    )
+                self.outbox.put(work, models.texts)
+            elif not models.can_batch(request):
+                if is_busy:
+                    return False
+                work.state, self.alone = "alone", self._compute_alone(work, request)
+            elif request.scores_prompt and work.state != "scored":
+                work.state = "scoring"
+                self.scoring.append((work, self._score(work, request)))
+            else:
+                self._insert(work, request)
+        except Exception as error:
+            self.fail(work, error)
+        finally:
+            self.is_loading = False
+            self.outbox.flush()
+        return True
+
+    def _insert(self, work: Work, request: ServerRequest) -> None:
+        """Add the answers to a request to the batch: all of them, or none if it raises."""
+        models, texts = self.models, self.models.texts
+        assert texts is not None
+        if self.batch is None:
+            self.batch = models.batch(self.stream)
+            self._num_computed = 0
+        work.state = "batched"
+        for index, uid in enumerate(self.batch.insert_request(request)):
+            self.rows[uid] = Row(work, index, texts.tokenizer.detokenizer)
+        models.trim(self.batch)
+
+    def _score(self, work: Work, request: ServerRequest) -> Iterator[None]:
+        """Compute the scores of a request's prompts, a slice at a time; then it waits for its turn again."""
+        try:
+            for number, prompt in enumerate(request.prompts):
+                for found in self.models.scores(prompt.tokens, request.top_logprobs or 0):
+                    if found is not None:
+                        self.outbox.put(work, Scores(number, *found))
+                    yield None
+            work.state = "scored"
+            self.pending.appendleft(work)
+        except Exception as error:
+            self.fail(work, error)
+
+    # The batch ------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Run the batch until it has responses, and send them. If a request fails, the others go on."""
+        unwanted = [uid for uid, row in self.rows.items() if not row.work.is_wanted]
+        if unwanted:
+            self.batch.remove(unwanted)
+            for uid in unwanted:
+                del self.rows[uid]
+        batch = self.batch
+        if not self.rows:
+            return
+        try:
+            prompts, generated = batch.next()
+        except RequestFailedError as error:
+            self._fail_row(error.uid, error)
+            return
+        finally:
+            computed = batch.computed_prompt_tokens
+            self.stats.count(computed_prompt_tokens=computed - self._num_computed)
+            self._num_computed = computed
+        if not prompts and not generated:  # nothing is left to compute, but rows still wait
+            self.close_batch(RuntimeError("internal error: the batch ended without answering its requests"))
+            return
+        for response in prompts:
+            if (row := self.rows.get(response.uid)) is not None:
+                self._note_start(row)
+                self.outbox.put(row.work, Progress(row.index, *response.progress))
+        asking = [r for r in generated if r.uid in self.rows and self.rows[r.uid].request.wants_logprobs]
+        logprobs = fetch_logprobs([(r, self.rows[r.uid].request.top_logprobs or 0) for r in asking])
+        for response in generated:
+            if (row := self.rows.get(response.uid)) is None:
+                continue
+            try:
+                if self._emit_token(row, response, *logprobs.get(response.uid, (None, ()))):
+                    del self.rows[response.uid]
+                    batch.end(response)
+                    self.models.trim(batch)
+            except Exception as error:
+                check_device(error)
+                batch.remove([response.uid])
+                self._fail_row(response.uid, error)
+
+    def _emit_token(self, row: Row, response: Any, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
+        """Send a client the next token of its answer. Return whether it is the last.
+
+        Raises:
+            ValueError: a log-probability is NaN, which JSON cannot express.
+        """
+        work, request = row.work, row.request
+        if any(value != value for value in (logprob, *(value for _, value in top))):
+            raise ValueError("the model's logits contain NaN")
+        now, generated = time.monotonic(), row.next(response, logprob, top)
+        if row.last_at is None:
+            self._note_start(row)
+            num_tokens, num_cached = len(request.prompt_of(row.index).tokens), max(0, response.num_cached)
+            waited = now - request.asked_at
+            self.stats.count(prompt_tokens=num_tokens, cached_tokens=num_cached, request_prompt_tokens=num_tokens)
+            self.stats.count(first_tokens=1, first_token_seconds=waited, generated_tokens=1)
+            generated = generated._replace(num_cached=num_cached)
+        else:
+            self.stats.count(generated_tokens=1, between_tokens_seconds=now - row.last_at)
+        work.num_tokens += 1
+        row.last_at = now
+        self.outbox.put(work, generated)
+        if generated.finish is None:
+            return False
+        self.stats.count(request_generated_tokens=row.num_tokens)
+        return True
+
+    def _note_start(self, row: Row) -> None:
+        """Count a row's time in the queue, once the first part of it has been computed."""
+        if not row.has_started:
+            row.has_started = True
+            self.stats.count(queue_seconds=time.monotonic() - row.request.asked_at)
+
+    def _fail_row(self, uid: int, error: Exception) -> None:
+        """Fail a row's request, with its other rows."""
+        if isinstance(error.__cause__, PoolExhaustedError) and hasattr(self.models.prompt_cache, "unpaged"):
+            self.models.prompt_cache.unpaged.trim_to(n_sequences=0)  # cached copies whose blocks the pool cannot evict
+        row = self.rows.pop(uid, None)
+        if row is not None:
+            self.fail(row.work, error)
+            row.work.is_gone = True
+
+    def fail(self, work: Work, error: BaseException) -> None:
+        """Fail a request. Raises an error of the device instead, which concerns all of them."""
+        check_device(error)
+        self.outbox.fail(work, error)
+        self.outbox.flush()
+
+    # Alone ----------------------------------------------------------------------------------------------------
+
+    def _compute_alone(self, work: Work, request: ServerRequest) -> Iterator[None]:
+        """Compute the answers to a request that cannot run in the batch, one after the other."""
+        texts = self.models.texts
+        assert texts is not None
+
+        def note(done: int, total: int) -> None:
+            self._num_turns += 1
+            if not work.is_wanted:
+                raise InterruptedError("the client has gone")
+            self.outbox.put(work, Progress(index, done, total))
+            self.outbox.flush()
+
+        try:
+            for index in range(request.num_answers):
+                row = Row(work, index, texts.tokenizer.detokenizer)
+                tokens = self.models.generate_alone(request, index, self.stream, note)
+                for response in tokens:
+                    wanted = [(response, request.top_logprobs or 0)] if request.wants_logprobs else []
+                    logprobs = fetch_logprobs(wanted).get(response.uid, (None, ()))
+                    if row.last_at is None:
+                        num_prompt = len(request.prompt_of(index).tokens)
+                        self.stats.count(computed_prompt_tokens=num_prompt - max(0, response.num_cached))
+                    if self._emit_token(row, response, *logprobs) or not work.is_wanted:
+                        tokens.close()  # type: ignore[attr-defined]
+                        break
+                    yield None
+        except Exception as error:
+            self.fail(work, error)
+        self.models.trim(None)
+
+    # Ends -----------------------------------------------------------------------------------------------------
+
+    def close_batch(self, error: Exception | None) -> None:
+        """Close the batch; its requests, if it has any, fail with ``error``."""
+        batch, self.batch = self.batch, None
+        rows, self.rows = self.rows, {}
+        if error is not None:
+            for work in dict.fromkeys(row.work for row in rows.values()):
+                self.fail(work, error)
+        if batch is not None:
+            batch.remove(list(rows))
+            batch.close()
+
+    def refuse_all(self) -> None:
+        """Refuse all requests at an orderly shutdown."""
+        refusal = unavailable(CLOSING)
+        self.alone = None
+        self.close_batch(refusal)
+        for work in [*self.pending, *(work for work, _ in self.scoring)]:
+            self.fail(work, refusal)
+
+    def tidy_while_idle(self, is_wanted: Callable[[], bool]) -> None:
+        """Write prefixes to disk, trim the heap, unload idle models, and check the memory in use."""
+        cache = self.models.prompt_cache
+        self._tidied = self._clock()
+        if hasattr(cache, "tidy"):
+            cache.tidy(is_wanted)
+        if self._worked_at and self._tidied - self._worked_at >= TRIM_SECONDS:
+            self._worked_at = 0.0
+            trim_heap()
+        seconds = self.models.idle_unload
+        if seconds is not None and self._used_at is not None and self._tidied - self._used_at >= seconds:
+            self._used_at = None
+            self.close_batch(None)
+            self.models.unload()
+            trim_heap()
+            logging.info("no request for %g s: models are unloaded until the next request", seconds)
+        self.memory_watch.relieve(None, self.models.pool, cache)
 
     # The end of the process -----------------------------------------------------------------------------------
 
@@ -190,7 +513,7 @@ class EngineThread:
         seen, since = None, time.monotonic()
         while self.thread.is_alive():
             time.sleep(min(1.0, self._timeout / 8))
-            if (progress := self._progress()) is None or progress != seen:
+            if (progress := self.progress()) is None or progress != seen:
                 seen, since = progress, time.monotonic()
             elif time.monotonic() - since >= self._timeout:
                 frame = sys._current_frames().get(self.thread.ident or 0)
@@ -199,13 +522,13 @@ class EngineThread:
                 logging.critical("the engine made %s; its stack:\n%s", why, stack)
                 self._die(why)
 
-    def _progress(self) -> object:
-        """Return a value that changes with all progress; None: the thread does something without a time limit, such as
-        loading a model."""
-        loop = self.loop
-        if self.is_stopping or not self.has_started or loop.is_loading:
+    def progress(self) -> object:
+        """Return a value that changes with all progress: each turn, each step of the batch, each prompt chunk alone.
+        None: the thread does something without a time limit, such as loading a model."""
+        if self.is_stopping or not self.has_started or self.is_loading:
             return None
-        return loop, loop.progress()
+        batch = self.batch
+        return self._num_turns, None if batch is None else batch.num_steps
 
     def _die(self, why: str) -> NoReturn:
         """End the process, so that a service manager restarts it."""
@@ -217,8 +540,8 @@ class EngineThread:
         os._exit(EXIT_STATUS)
 
 
-def new_loop(thread: EngineThread) -> EngineLoop:
-    return EngineLoop(thread.models, thread.requests, thread.stats, thread.memory_watch, lambda: thread.is_stopping)
+def _age(request: ServerRequest) -> float:
+    return round(time.monotonic() - request.asked_at, 1)
 
 
 def _figures(work: Work) -> dict[str, Any]:
@@ -231,7 +554,7 @@ def _figures(work: Work) -> dict[str, Any]:
         "uid": None,
         "state": work.state,
         "waiting": work.state == "queued",
-        "age_seconds": round(time.monotonic() - request.asked_at, 1),
+        "age_seconds": _age(request),
         "prompt_tokens": sum(len(prompt.tokens) for prompt in request.prompts),
         "cached_tokens": 0,
         "tokens": 0,
@@ -239,3 +562,9 @@ def _figures(work: Work) -> dict[str, Any]:
         "generated_tokens": work.num_tokens,
         "blocks": [],
     }
+
+
+def for_seconds(seconds: float) -> Callable[[], bool]:
+    """Return a function that returns whether ``seconds`` have passed since now."""
+    begin = time.monotonic()
+    return lambda: time.monotonic() - begin > seconds

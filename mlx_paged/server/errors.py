@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 from ..errors import (
+    ConfigError,
     GrammarError,
     PagedCacheError,
     PoolExhaustedError,
@@ -107,7 +108,7 @@ def refusal_of(error: BaseException) -> RequestRefused:
         return invalid(str(error), code="context_length_exceeded")
     if isinstance(error, PoolExhaustedError):
         return RequestRefused(429, str(error), kind="insufficient_memory", retry_after=1)
-    if isinstance(error, GrammarError):
+    if isinstance(error, ConfigError | GrammarError):
         return invalid(str(error))
     if isinstance(error, RequestFailedError) and error.__cause__ is not None:
         return refusal_of(error.__cause__)

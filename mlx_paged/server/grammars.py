@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import keyword
 import logging
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,8 +18,8 @@ from ..errors import GrammarError
 from ..grammar.compiler import GrammarCompiler, GrammarSource, json_in_lark, text_in_lark
 from ..grammar.grammar import CompiledGrammar, ThinkingBudget
 from .call_formats import HARMONY_TOKENS, CallForm, call_form, local_schema, types_of
-from .constraint import Constraint, Tool, Tools
 from .errors import RequestRefused, invalid
+from .request import Constraint, Tool, Tools
 
 SCALARS = {"integer", "number", "boolean", "null"}
 MAX_THINK_TOKENS = 16  # at a prompt's end, that begin reasoning
@@ -315,8 +315,6 @@ class TokenizerGrammars:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._compiler: GrammarCompiler | None = None
-        self._lock = threading.Lock()
 
     def compile(self, constraint: Constraint) -> CompiledGrammar | None:
         """Return the compiled grammar of an answer; None if any answer is allowed. Blocks while it is built.
@@ -329,13 +327,12 @@ class TokenizerGrammars:
             return None
         try:
             with _refusing(plan.param):
-                compiler = self._known_compiler()
                 try:
-                    return compiler.compile(plan.source, trigger=plan.trigger)
+                    return self._compiler.compile(plan.source, trigger=plan.trigger)
                 except GrammarError:
                     for part, param in plan.parts:  # the one at fault is named
                         with _refusing(param):
-                            compiler.compile(part)
+                            self._compiler.compile(part)
                     raise
         except RequestRefused as error:
             if not plan.is_free:
@@ -343,11 +340,9 @@ class TokenizerGrammars:
             logging.warning("tools: strict is not enforced: %.500s", error)  # clients set it for any schema
             return None
 
-    def _known_compiler(self) -> GrammarCompiler:
-        with self._lock:
-            if self._compiler is None:
-                self._compiler = GrammarCompiler(unwrapped(self._tokenizer), self._tokenizer.eos_token_ids)
-            return self._compiler
+    @functools.cached_property
+    def _compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(unwrapped(self._tokenizer), self._tokenizer.eos_token_ids)
 
     def _plan(self, constraint: Constraint) -> _GrammarPlan | None:
         tools = constraint.tools
@@ -446,8 +441,3 @@ def with_thinking_budget(
     free = CompiledGrammar(None, 0, sorted(tokenizer.eos_token_ids))
     begin, end = (tuple(tokens) for tokens in (tokenizer.think_start_tokens, tokenizer.think_end_tokens))
     return replace(grammar or free, thinking=ThinkingBudget(num_tokens, begin, end, is_open))
-
-
-def behind_reasoning(grammar: CompiledGrammar, tokenizer: Any) -> CompiledGrammar:
-    """Return the grammar for an answer that begins with reasoning, which is not constrained."""
-    return grammar.begins_after(tokenizer.think_end_tokens)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm import server as upstream
-from mlx_lm.generate import stream_generate
+from mlx_lm import utils
+from mlx_lm.generate import make_stop_sequences, stream_generate
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import LRUPromptCache
 
@@ -26,29 +28,32 @@ from ..errors import ConfigError, PagedCacheError, check_device
 from ..kernels import availability, check
 from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
-from ..machine import usable_memory
+from ..machine import memory_beside, usable_memory
+from ..model_folder import check_model_folder, check_weight_files, explain_load_errors, weight_bytes
 from ..patches.cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
-from ..patches.cache.pools import known_pool, pool_of
+from ..patches.cache.pools import count_weights, known_pool, pool_of, prefix_pool_of
 from ..patches.cache.prompt_cache import factory_of
 from ..patches.generate.batch_generator import PagedBatchGenerator
-from ..patches.generate.drafting import BudgetShare
+from ..patches.generate.drafting import BudgetShare, check_same_tokens, why_not_drafted
+from ..patches.models.mtp import MTPHead, find_head, folder_of, load_head
 from ..patches.patch import fingerprint
 from ..patches.samplers import processors_of, sampler_of
+from ..patches.sharded import sharded_load
 from ..prefix.disk import DiskTier
-from ..prefix.identity import identity_of
+from ..prefix.identity import identity_of, noting_configs
+from ..prefix.prefix_cache import SharedPrefixes
 from ..prefix.shelf import Shelf
 from ..ranks.ranks import Ranks
 from .errors import not_found
-from .logprobs import gather_logprobs
+from .grammars import with_thinking_budget
 from .options import ServerConfig
-from .request import ModelKey, ServerRequest
-from .served_batch import ServedBatch, grammar_of
+from .request import ModelKey, Prompt, ServerRequest
+from .row import gather_logprobs
 from .texts import LoadedTexts
-from .weights import Weights, load_weights
 
 # Fingerprints of upstream's code whose behaviour this module relies on.
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
-SLICE, SLICE_BESIDE = 128, 32  # tokens of a prompt that are scored at a time, alone and between steps of other requests
+SLICE = 128  # tokens of a prompt that are scored at a time
 MAX_TOKENS = 1 << 24  # of a sequence; a budget that holds these counts as unlimited
 _shares: ByModel[BudgetShare] = ByModel("budget share")  # of draft models, as long as they are loaded
 # Tokens of the prompts that are answered before the first client's: one alone, then two that share calls.
@@ -57,14 +62,9 @@ WARM_UP_PROMPTS = ((40,), (40, 20))
 
 def changed() -> list[str]:
     """Return the names of mlx-lm's server whose source is not the one this module was written for."""
-    return [name for name, known in KNOWN.items() if not _is_known(name, known)]
-
-
-def _is_known(name: str, known: str) -> bool:
-    try:
-        return fingerprint(functools.reduce(getattr, name.split("."), upstream)) == known
-    except (AttributeError, OSError, TypeError):
-        return False
+    ((name, known),) = KNOWN.items()
+    tokenize = getattr(getattr(upstream, "ResponseGenerator", None), "_tokenize", None)
+    return [] if tokenize is not None and fingerprint(tokenize) == known else [name]
 
 
 def capacity(pool: BlockPool | None, chunk: int) -> int | None:
@@ -93,6 +93,153 @@ def make_prompt_cache(config: ServerConfig, max_size: int | None, ranks: Ranks |
     return PagedPromptCache(max_size, ttl=config.prefix_cache_ttl, clock=clock, disk=disk)
 
 
+class Weights(NamedTuple):
+    """A loaded model.
+
+    Attributes:
+        key: folders or hub repositories that it was loaded from.
+        is_batchable: whether its requests can be computed together.
+    """
+
+    key: ModelKey
+    model: nn.Module
+    tokenizer: Any
+    config: dict[str, Any]
+    draft_model: nn.Module | None
+    is_batchable: bool
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        models = (self.model, self.draft_model)
+        return [x for model in models if model is not None for _, x in tree_flatten(model.parameters())]
+
+    @property
+    def separate_draft(self) -> nn.Module | None:
+        """Return the draft model; None if there is none or it is a prediction head, which only batches use."""
+        return None if isinstance(self.draft_model, MTPHead) else self.draft_model
+
+
+def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
+    """Load a model as mlx-lm's server does, except for the bytes of its weights, which are read on first use.
+
+    Args:
+        key: folders or hub repositories.
+        cli_args: arguments of the command line.
+        group: the ranks that the model is sharded over; None: this process has all of it.
+
+    Raises:
+        Exception: the model cannot be loaded.
+    """
+    path, adapter, draft = key
+    for name in (path, draft):
+        check_model_folder(name)
+        if name is not None and group is None:
+            check_weight_files(Path(name) if Path(name).exists() else utils._download(name))
+    memory_beside(weight_bytes(path, draft, adapter=adapter) // (1 if group is None else group.size()))
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").exists():
+        raise ValueError(f"the adapter {adapter} has no adapter_config.json")
+    head = find_head(folder_of(path)) if cli_args.mtp and draft is None and path is not None else None
+    tokenizer_config: dict[str, Any] = {"trust_remote_code": cli_args.trust_remote_code}
+    if cli_args.chat_template:
+        tokenizer_config["chat_template"] = cli_args.chat_template
+    options: dict[str, Any] = {"tokenizer_config": tokenizer_config, "return_config": True}
+    options["trust_remote_code"] = cli_args.trust_remote_code
+    if group is not None:
+        load = explain_load_errors(noting_configs(sharded_load))
+        model, tokenizer, config = load(path, tensor_group=group, **options)
+    else:
+        load = explain_load_errors(noting_configs(utils.load))
+        model, tokenizer, config = load(path, adapter_path=adapter, lazy=True, **options)
+    if cli_args.use_default_chat_template and tokenizer.chat_template is None:
+        tokenizer.chat_template = tokenizer.default_chat_template
+    draft_model = None
+    if draft is not None:
+        draft_model, draft_tokenizer = load(draft, lazy=True)
+        check_same_tokens(tokenizer, draft_tokenizer)
+    elif head is not None:
+        draft_model = load_head(model, head)
+    count_weights(model, *([] if draft_model is None else [draft_model]))
+    together = all(hasattr(c, "merge") for c in stock_cache.make_prompt_cache(model))
+    if draft_model is not None and (why_not := why_not_drafted(model, draft_model)) is not None:
+        logging.warning("requests run one at a time, as in mlx-lm: %s", why_not)
+        together = False
+    return Weights(key, model, tokenizer, config, draft_model, together)
+
+
+class ServedBatch(PagedBatchGenerator):
+    """A batch generator for requests of the server.
+
+    Args:
+        cache: the prompt cache of all models.
+        weights: the present model.
+        args: arguments of the command line.
+        stream: stream to compute on.
+    """
+
+    def __init__(self, cache: PromptStore, weights: Weights, args: Any, stream: mx.Stream) -> None:
+        prefixes: SharedPrefixes | None = None
+        if isinstance(cache, PagedPromptCache):
+            prefixes = cache.shared_prefixes(weights.key, prefix_pool_of(weights.model))
+        drafts: dict[str, Any] = {}
+        if weights.draft_model is not None:
+            drafts = {"draft_model": weights.draft_model, "num_draft_tokens": args.num_draft_tokens}
+            draft_pool = known_pool(weights.draft_model)
+            if isinstance(cache, PagedPromptCache) and draft_pool is not None:
+                drafts["draft_prefixes"] = cache.shared_prefixes(weights.key, draft_pool, 1)
+        super().__init__(
+            weights.model,
+            prefixes=prefixes,
+            **drafts,
+            completion_batch_size=args.decode_concurrency,
+            prefill_batch_size=args.prompt_concurrency,
+            prefill_step_size=args.prefill_step_size,
+            stream=stream,
+        )
+        self._tokenizer = weights.tokenizer
+        self._end_tokens = make_stop_sequences(weights.tokenizer)
+
+    def insert_request(self, request: ServerRequest) -> list[int]:
+        """Queue a request's answers. If it raises, nothing has been queued."""
+        prompts = [request.prompt_of(index) for index in range(request.num_answers)]
+        # Chunks end with segments only where prefixes do.
+        segments = [prompt.segments if self.reuses_only_at_boundaries else [prompt.tokens] for prompt in prompts]
+        options = [
+            RequestOptions(
+                request.salt,
+                sampling.seed,
+                grammar_of(request, prompt, self._tokenizer),
+                request.prompt_lookup,
+                sampling,
+                priority=request.priority,
+                client=request.client,
+                num_draft_tokens=request.num_draft_tokens,
+                keep=request.num_kept(prompt),
+            )
+            for prompt, sampling in zip(prompts, map(request.sampling_of, range(len(prompts))), strict=True)
+        ]
+        most, ends = [request.max_tokens or 1] * len(prompts), [self._end_tokens] * len(prompts)
+        return list(self.insert_segments(segments, most, stop_sequences=ends, options=options))
+
+    def end(self, response: Any) -> None:
+        """End an answer with its last response, or with the response that completes a stop string, which the batch does
+        not know of."""
+        if response.finish_reason is None:
+            self.finish([response.uid])
+
+
+def grammar_of(request: ServerRequest, prompt: Prompt, tokenizer: Any) -> Any:
+    """Return the request's grammar, which begins after reasoning that the prompt has begun, and bounds reasoning by its
+    budget."""
+    grammar, reasons = request.grammar, prompt.initial_state == "reasoning"
+    if not tokenizer.has_thinking:
+        return grammar
+    if grammar is not None and reasons:
+        grammar = grammar.begins_after(tokenizer.think_end_tokens)
+    if request.thinking_budget is None:
+        return grammar
+    return with_thinking_budget(grammar, tokenizer, request.thinking_budget, is_open=reasons)
+
+
 class LoadedModels:
     """The present model and those that can replace it; models of the command line stay loaded while memory allows.
 
@@ -104,7 +251,7 @@ class LoadedModels:
 
     def __init__(self, cli_args: Any, config: ServerConfig, ranks: Ranks | None = None) -> None:
         self.cli_args, self.config, self.ranks = cli_args, config, ranks
-        self._texts: LoadedTexts | None = None
+        self.texts: LoadedTexts | None = None
         self.weights: Weights | None = None
         self.idle_unload = config.idle_unload
         self._loaded: OrderedDict[ModelKey, tuple[Weights, LoadedTexts]] = OrderedDict()  # least recently used first
@@ -113,16 +260,12 @@ class LoadedModels:
         if isinstance(self.prompt_cache, PagedPromptCache) and self.prompt_cache.disk is not None:
             self.prompt_cache.identify = self._identify
 
-    @property
-    def texts(self) -> LoadedTexts | None:
-        return self._texts
-
     def texts_of(self, key: ModelKey | None) -> LoadedTexts | None:
-        texts = self._texts
+        texts = self.texts
         return texts if key is None or (texts is not None and texts.key == key) else self._all_texts.get(key)
 
     def is_present(self, key: ModelKey) -> bool:
-        return self.weights is not None and self._texts is not None and self.weights.key == key
+        return self.weights is not None and self.texts is not None and self.weights.key == key
 
     @property
     def default_key(self) -> ModelKey:
@@ -183,7 +326,7 @@ class LoadedModels:
         """
         if (found := self._loaded.get(key)) is not None:
             make_way()
-            self.weights, self._texts = found
+            self.weights, self.texts = found
             self._loaded.move_to_end(key)
             return
         try:
@@ -216,7 +359,7 @@ class LoadedModels:
     def _drop_oldest(self) -> None:
         key, (weights, _) = self._loaded.popitem(last=False)
         if self.weights is weights:
-            self.weights = self._texts = None
+            self.weights = self.texts = None
         if key.model not in self.cli_args.models:
             del self._all_texts[key]
         del weights
@@ -227,15 +370,15 @@ class LoadedModels:
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.tidy()
             self.prompt_cache.forget_unloaded()
-        texts = self._texts  # they stay
+        texts = self.texts  # they stay
         while self._loaded:
             self._drop_oldest()
-        self._texts = texts
+        self.texts = texts
 
     def _activate(self, weights: Weights) -> None:
         """Make a loaded model the present one. If it cannot be served, the present one stays as it is."""
         caches, texts = self._prepare(weights)
-        self.weights, self._texts = weights, texts
+        self.weights, self.texts = weights, texts
         self._loaded[weights.key], self._all_texts[weights.key] = (weights, texts), texts
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.forget_unloaded()
@@ -245,7 +388,7 @@ class LoadedModels:
         assert self.weights is not None
         size, pool = "no paged KV cache", pool_of(self.weights.model)
         if pool is not None:
-            most = None if self._texts is None else self._texts.capacity
+            most = None if self.texts is None else self.texts.capacity
             tokens = "a request of any length" if most is None else f"{most:,} tokens"
             size = f"a KV cache of {pool.memory_budget:,} bytes, which holds {tokens}"
         disk = getattr(self.prompt_cache, "disk", None)
@@ -296,9 +439,7 @@ class LoadedModels:
         assert self.weights is not None
         return ServedBatch(self.prompt_cache, self.weights, self.cli_args, stream)
 
-    def scores(
-        self, tokens: list[int], num_top: int, is_alone: Callable[[], bool]
-    ) -> Iterator[tuple[list[float], list[Any]] | None]:
+    def scores(self, tokens: list[int], num_top: int) -> Iterator[tuple[list[float], list[Any]] | None]:
         """Run the model over a prompt slice by slice, apart from the batch and with caches of its own."""
         assert self.weights is not None
         model = self.weights.model
@@ -307,7 +448,7 @@ class LoadedModels:
         top: list[list[tuple[int, float]]] = []
         end = 0
         while end < len(tokens) - 1:
-            begin, end = end, min(end + (SLICE if is_alone() else SLICE_BESIDE), len(tokens) - 1)
+            begin, end = end, min(end + SLICE, len(tokens) - 1)
             logits = model(mx.array([tokens[begin:end]]), cache=caches)[0].astype(mx.float32)
             rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             for logprob, likeliest in gather_logprobs(rows, tokens[begin + 1 : end + 1], num_top):
@@ -363,14 +504,8 @@ class LoadedModels:
             quantized_kv_start=args.quantized_kv_start,
         ):
             key.append(generated.token)
-            yield SimpleNamespace(
-                uid=0,
-                token=generated.token,
-                text=generated.text,
-                finish_reason=generated.finish_reason,
-                logprobs=generated.logprobs,
-                num_cached=num_cached,
-            )
+            generated.uid, generated.num_cached = 0, num_cached  # as responses of a batch have
+            yield generated
             if generated.finish_reason is not None:
                 break
         with salted_store(self.prompt_cache, request.salt):
@@ -378,7 +513,7 @@ class LoadedModels:
 
     def trim(self, batch: ServedBatch | None) -> None:
         args, cache = self.cli_args, self.prompt_cache
-        if args.prompt_cache_size is not None and (batch is None or batch.shares_prefixes):
+        if args.prompt_cache_size is not None:
             cache.trim_to(n_sequences=args.prompt_cache_size)
         if args.prompt_cache_bytes is not None:
             active = 0 if batch is None else batch.prompt_cache_nbytes
@@ -387,6 +522,6 @@ class LoadedModels:
     def close(self) -> None:
         if isinstance(self.prompt_cache, PagedPromptCache):
             self.prompt_cache.close()  # to disk, if it has a folder
-        self._texts = self.weights = None
+        self.texts = self.weights = None
         self._loaded.clear()
         gc.collect()

@@ -6,8 +6,8 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import IntEnum
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -16,26 +16,12 @@ from ..kv.pool import BlockPool
 from ..machine import MemoryReading, memory_readings
 
 
-@cache
-def _trim() -> Any:
-    """Return glibc's ``malloc_trim``; None if the C library has none."""
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):
-        return None
-
-
 def trim_heap() -> None:
-    """Return freed heap memory to the system: MLX's buffers on a CPU come from the heap, and stay resident when freed
-    between others. Call it only when idle or short of memory: it walks the heap, and later buffers fault pages in."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)
-
-
-def read_memory() -> MemoryReading | None:
-    """Return the reading with the largest share in use; None if the system reports nothing."""
-    return nearest(memory_readings())
+    """Return freed heap memory to the system, with glibc: MLX's buffers on a CPU come from the heap, and stay resident
+    when freed between others. Call it only when idle or short of memory: it walks the heap, and later buffers fault
+    pages in."""
+    with suppress(AttributeError, OSError):  # other C libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def nearest(readings: Sequence[MemoryReading]) -> MemoryReading | None:
@@ -74,7 +60,7 @@ class MemoryWatch:
     def __init__(
         self,
         watermark: float = WATERMARK,
-        read: Callable[[], MemoryReading | None] = read_memory,
+        read: Callable[[], MemoryReading | None] = lambda: nearest(memory_readings()),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.watermark = watermark

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..config import Option, parse_memory
+from ..config import Option, Options, parse_memory
 from ..errors import ConfigError
 from .clients import VARIABLE, ApiKeys
 from .memory import WATERMARK
@@ -19,28 +20,27 @@ DRAIN_SECONDS = 30.0
 ALIVE = ("idle_unload", "memory_watermark", "watchdog_timeout", "drain_timeout")
 
 
-def _seconds(text: str) -> float:
+def _number(text: str, what: str, allows: Callable[[float], bool]) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"must be a number of seconds greater than 0, got {text!r}")
+        value = math.nan
+    if not allows(value):
+        raise ConfigError(f"must be {what}, got {text!r}")
     return value
+
+
+def _seconds(text: str) -> float:
+    return _number(text, "a number of seconds greater than 0", lambda value: 0 < value < math.inf)
 
 
 def _seconds_or_none(text: str) -> float:
-    return 0.0 if text.strip() in ("0", "0.0") else _seconds(text)
+    return _number(text, "a number of seconds, or 0", lambda value: 0 <= value < math.inf)
 
 
 def _percent(text: str) -> float:
-    try:
-        value = float(text.strip().removesuffix("%")) / 100
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise ConfigError(f"must be a percentage from 0 to 100, got {text!r}")
-    return value
+    given = text.strip().removesuffix("%")
+    return _number(given, "a percentage from 0 to 100", lambda value: 0 <= value <= 100) / 100
 
 
 def _size(text: str) -> int:
@@ -54,30 +54,20 @@ def _keys(given: ApiKeys | list[str] | None) -> ApiKeys:
     return given if isinstance(given, ApiKeys) else ApiKeys.from_options(given, os.environ.get(VARIABLE))
 
 
-def _names(given: Sequence[str] | None) -> tuple[str, ...]:
-    return tuple(name.strip() for name in given or ())
-
-
 def option(
     default: Any,
     text: str,
     metavar: str | None = None,
     argument: Callable[[str], Any] = str,
     parse: Callable[[Any], Any] = lambda value: value,
-    *,
-    default_text: str | None = None,
     **more: Any,
 ) -> Any:
-    """Return an :class:`Option` without a variable; ``argument`` converts the flag's text."""
-    if default_text is None:
-        default_text = "off" if metavar is None else "none"
-    return Option(
-        default, parse, text, metavar, argument=argument, default_text=default_text, has_variable=False, **more
-    )
+    """Return an :class:`Option`; ``argument`` converts the flag's text."""
+    return Option(default, parse, text, metavar, argument=argument, **more)
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(Options):
     """Options of the server; the text of each says what it does."""
 
     prefix_cache: bool = option(True, "Disable the prefix cache", flag="--no-prefix-cache")
@@ -87,9 +77,6 @@ class ServerConfig:
         "Also keep prefixes on disk, across restarts",
         "DIR",
         Path,
-        more=" and crashes, for the same model: weights, adapter, configuration and code. They are written when the "
-        "server is idle, when they are evicted from memory (by a thread, with a queue of up to 256 MB; prefixes beyond "
-        "that are dropped and counted) and at shutdown. Only your user can read the files",
     )
     prefix_cache_dir_size: int = option(
         DISK_CAP,
@@ -106,13 +93,12 @@ class ServerConfig:
         parse=_keys,
         flag="--api-key",
         repeats=True,
-        more=". The header `x-api-key` is accepted as well. Clients with different keys [take turns](#several-clients)",
     )
     served_model_names: tuple[str, ...] = option(
         (),
         "Additional model name for clients, besides the folder's name; may be given several times",
         "NAME",
-        parse=_names,
+        parse=lambda given: tuple(name.strip() for name in given or ()),
         flag="--served-model-name",
         repeats=True,
     )
@@ -120,24 +106,20 @@ class ServerConfig:
         False,
         "Refuse unknown parameters with 400; by default they are ignored, logged once and named in the response header "
         "x-ignored-parameters",
-        more=" ([known parameters](api.md))",
     )
     response_store: bool = option(
         True,
         "Do not store Responses; by default up to 64 MiB are kept in memory, except those with store: false",
         flag="--no-response-store",
-        more="; `previous_response_id` refers to them",
     )
     model_dir: Path | None = option(None, "Serve the models in this folder, by folder name", "DIR", Path)
     allow_any_model: bool = option(
         False,
         "Let clients load any model, adapter or draft model, as in mlx-lm",
-        more=". Without this flag, `--model` and `--model-dir`, clients can load the models in the Hugging Face cache",
     )
     mtp: bool = option(
         False,
         "Experimental: draft tokens (--num-draft-tokens) with the model's own prediction head; the model verifies them",
-        more=" ([multi-token prediction](#multi-token-prediction))",
     )
     idle_unload: float | None = option(
         None,
@@ -145,7 +127,6 @@ class ServerConfig:
         "SECONDS",
         _seconds,
         default_text="never",
-        more="; prefixes stay in `--prefix-cache-dir`, if it is given",
     )
     memory_watermark: float = option(
         WATERMARK,
@@ -154,7 +135,6 @@ class ServerConfig:
         "PERCENT",
         _percent,
         default_text=f"{WATERMARK:.0%}",
-        more="; see [below](#staying-alive)",
     )
     watchdog_timeout: float | None = option(
         None,
@@ -163,7 +143,6 @@ class ServerConfig:
         "SECONDS",
         _seconds_or_none,
         default_text="300 on a GPU, 3600 on a CPU",
-        more="; see [below](#staying-alive)",
     )
     drain_timeout: float = option(
         DRAIN_SECONDS,
@@ -173,11 +152,6 @@ class ServerConfig:
         _seconds_or_none,
         default_text=f"{DRAIN_SECONDS:.0f}",
     )
-
-    @classmethod
-    def options(cls) -> list[Option[Any, Any]]:
-        """Return all options, in their order."""
-        return [vars(cls)[each.name] for each in fields(cls)]
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:

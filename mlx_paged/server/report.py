@@ -133,7 +133,7 @@ class ServerStats:
             "requests": dict(self.requests),
             **{name: totals[name] for name in _SERVER_COUNTERS},
             "first_token_seconds": round(totals["first_token_seconds"], 3),
-            "hit_rate": round(_ratio(totals["cached_tokens"], totals["prompt_tokens"], 4) or 0.0, 4),
+            "hit_rate": round(totals["cached_tokens"] / max(1, totals["prompt_tokens"]), 4),
             "tokens_per_second": round(self.tokens_per_second, 2),
         }
 
@@ -145,10 +145,6 @@ class ServerStats:
         """
         both = SimpleNamespace(collect=lambda: chain(_families(report), self._registry.collect()))
         return bytes(generate_latest(both))  # type: ignore[arg-type]
-
-
-def _ratio(part: float, whole: float, digits: int = 3) -> float | None:
-    return round(part / whole, digits) if whole else None
 
 
 def _families(stats: dict[str, Any]) -> Iterator[Any]:
@@ -212,13 +208,18 @@ CACHE_PAGE_HEADERS = {
 # What the page asks for ---------------------------------------------------------------------------------------------
 
 
-def block_map(pool: BlockPool) -> list[list[tuple[str, int]]]:
-    """Return, per group, runs of blocks in the same state: ``[("l", 12), ("f", 3), ...]``, in order of their ids.
+def blocks_of(pool: BlockPool) -> list[dict[str, Any]]:
+    """Return the state of every block, by group: runs of blocks in the same state, ``[("l", 12), ("f", 3), ...]``, in
+    order of their ids.
 
     ``f``: free; ``l``: live, one sequence holds it; ``s``: shared, several do, or a sequence and a prefix cache; ``c``:
     cached, a prefix cache alone holds it.
     """
-    return pool.lock.glance(lambda _: [_runs(pool, index) for index in range(len(pool.groups))])
+    runs = pool.lock.glance(lambda _: [_runs(pool, index) for index in range(len(pool.groups))])
+    return [
+        {"group": group.spec.name, "bytes_per_block": group.bytes_per_block, "runs": each}
+        for group, each in zip(pool.groups, runs, strict=True)
+    ]
 
 
 def _runs(pool: BlockPool, index: int) -> list[tuple[str, int]]:
@@ -238,14 +239,6 @@ def _runs(pool: BlockPool, index: int) -> list[tuple[str, int]]:
 
     states = (state(block_id) for block_id in range(NULL_BLOCK + 1, allocator.num_blocks))
     return [(name, sum(1 for _ in run)) for name, run in groupby(states)]
-
-
-def blocks_of(pool: BlockPool) -> list[dict[str, Any]]:
-    """Return the state of every block, by group."""
-    return [
-        {"group": group.spec.name, "bytes_per_block": group.bytes_per_block, "runs": runs}
-        for group, runs in zip(pool.groups, block_map(pool), strict=True)
-    ]
 
 
 def dispatches() -> list[dict[str, Any]]:

@@ -1,21 +1,19 @@
-"""ServerRequest: one request, from its body to the engine."""
+"""ServerRequest: one request, from its body to the engine, and what its answer has to be (Constraint)."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
-from pydantic import ConfigDict, TypeAdapter
-
 from ..engine.sampling.params import SamplingParams
+from ..grammar.compiler import GrammarSource
 from ..grammar.grammar import CompiledGrammar
-from .constraint import Constraint
 from .errors import invalid
-from .stops import StopList
 
 _numbers = itertools.count(1)
 
@@ -95,6 +93,52 @@ class PromptLimits(NamedTuple):
         raise invalid(f"{number} tokens > {self.tokens} maximum: {why}", code="context_length_exceeded")
 
 
+class Tool(NamedTuple):
+    """A function that the model may call.
+
+    Attributes:
+        name: name of the function.
+        schema: JSON schema of its arguments.
+        param: where the schema is in the request.
+    """
+
+    name: str
+    schema: Any
+    param: str
+
+
+class Tools(NamedTuple):
+    """The tool calls that an answer may or must have.
+
+    Attributes:
+        callable: the tools that may be called.
+        required: whether the answer must be one or more calls.
+        parallel: whether several calls may follow each other.
+        strict: whether calls are constrained even if none is required.
+    """
+
+    callable: Sequence[Tool]
+    required: bool
+    parallel: bool
+    strict: bool
+
+
+class Constraint(NamedTuple):
+    """The constraint on an answer, independent of the model.
+
+    Attributes:
+        answer: grammar of its text; None: any text.
+        param: the parameter that requires it.
+        schema: JSON schema of ``answer``, if it has one.
+        tools: required or constrained tool calls; None: there are none.
+    """
+
+    answer: GrammarSource | None
+    param: str
+    schema: Any = None
+    tools: Tools | None = None
+
+
 @dataclass
 class ServerRequest:
     """A client's request, independent of the API that it came through.
@@ -110,6 +154,7 @@ class ServerRequest:
         scores_prompt: also return log-probabilities of the prompt's tokens.
         has_no_answer: return only the prompt.
         calls_once: return only the first tool call of an answer.
+        streams: the answers are sent while they are generated.
         stops: strings that end an answer.
         constraint: what the answer has to be, for any model.
         grammar: the constraint compiled for this model's tokens.
@@ -126,7 +171,7 @@ class ServerRequest:
         id: name of the request in the header x-request-id and the log.
     """
 
-    __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
+    __pydantic_config__: ClassVar = {"arbitrary_types_allowed": True}
 
     inputs: Sequence[Input]
     model: ModelKey | None = None
@@ -138,7 +183,8 @@ class ServerRequest:
     scores_prompt: bool = False
     has_no_answer: bool = False
     calls_once: bool = False
-    stops: StopList | None = None
+    streams: bool = False
+    stops: tuple[str, ...] = ()
     constraint: Constraint | None = None
     grammar: CompiledGrammar | None = None
     salt: str | None = None
@@ -187,23 +233,21 @@ class ServerRequest:
     def described(self) -> dict[str, Any]:
         """Return the request as JSON values, for other ranks; each prompt once, whatever the number of answers."""
         fields: dict[str, Any] = _adapter().dump_python(self, mode="json", include=set(_FIELDS_FOR_RANKS))
-        return {**fields, "stops": None if self.stops is None else self.stops.strings}
+        return fields
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> ServerRequest:
         """Return the request that :meth:`described` has described, without its grammar."""
-        stops = None if description["stops"] is None else StopList(description["stops"])
-        return _adapter().validate_python(
-            {**description, "inputs": [prompt["tokens"] for prompt in description["prompts"]], "stops": stops}
-        )
+        inputs = [prompt["tokens"] for prompt in description["prompts"]]
+        return _adapter().validate_python({**description, "inputs": inputs})  # type: ignore[no-any-return]
 
 
 _FIELDS_FOR_RANKS = (
-    *("number", "prompts", "sampling", "constraint", "max_tokens", "n", "top_logprobs"),
+    *("number", "prompts", "sampling", "constraint", "max_tokens", "n", "top_logprobs", "stops"),
     *("salt", "prompt_lookup", "priority", "client", "thinking_budget", "keeps"),
 )
 
 
 @functools.cache
-def _adapter() -> TypeAdapter[ServerRequest]:
-    return TypeAdapter(ServerRequest)
+def _adapter() -> Any:
+    return importlib.import_module("pydantic").TypeAdapter(ServerRequest)

@@ -16,12 +16,10 @@ from typing import Any, NoReturn
 import uvicorn
 
 from ..errors import ConfigError
-from .app import make_app
-from .engine_loop import CLOSING
-from .engine_thread import LAST_SECONDS
+from .app import Parts, make_app
+from .engine_thread import CLOSING, LAST_SECONDS
 from .errors import start_status
 from .http import MAX_CONNECTIONS, MAX_HEADER_BYTES, SOCKET_SECONDS, raise_file_limit
-from .parts import Parts
 
 BACKLOG = 1024  # so that the system refuses no burst of connections
 LOG_SECONDS = 10.0
@@ -34,10 +32,11 @@ def fail_start(message: object) -> None:
 
 
 class Service(Parts):
-    """One server, running. Has the arguments of :class:`.parts.Parts`."""
+    """One server, running. Has the arguments of :class:`.app.Parts`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.engine.on_start_error = self.on_start_error
         self._server: _Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_ending = False
@@ -198,12 +197,8 @@ def listening(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
         raise ConfigError(f"--host: cannot resolve {host!r}: {error}") from None
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
+        return socket.create_server(address, family=family, backlog=BACKLOG)
     except OSError as error:
-        listener.close()
-        raise OSError(f"{host} port {port}: {error.strerror}; choose another port with --port") from None
-    return listener
+        why = os.strerror(error.errno or 0)
+        raise OSError(f"{host} port {port}: {why}; choose another port with --port") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +16,14 @@ from mlx_lm import server as upstream
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
+from .agents import Refusals, fitted, fitted_tools, refusals_of, steady_messages
 from .call_formats import text_marks
-from .constraint import Constraint
 from .errors import RequestRefused, invalid
-from .fitted import Refusals, fitted, fitted_tools, refusals_of
 from .grammars import TokenizerGrammars, ends_in_reasoning, unwrapped
-from .request import ChatInput, Input, Prompt, PromptLimits, ServerRequest
+from .request import ChatInput, Constraint, Input, Prompt, PromptLimits, ServerRequest
 
 EFFORT = "reasoning_effort"
+MAX_DEFAULT_TOKENS = 1 << 16  # of an answer, if neither the request, --max-tokens nor the model sets a limit
 KNOWN_TOKENS = 1 << 15  # whose texts are kept: an answer with 20 log-probabilities asks for as many in each step
 THINKING_BUDGETS = {"minimal": 256, "low": 1024, "medium": 8192}  # tokens, if the chat template reads no effort
 THINKING = "enable_thinking"  # mlx-lm's wrapper of tokenizers renames it for templates that use another name
@@ -43,6 +43,7 @@ class LoadedTexts:
         capacity: the same.
         vocab_size: size of the vocabulary.
         context_length: the model's context length in tokens; None: its configuration has none.
+        limits: limits of its prompts.
         takes_images: whether prompts may contain images.
         marks: the marks that divide its answers.
     """
@@ -58,25 +59,66 @@ class LoadedTexts:
         config = {**weights.config, **(weights.config.get("text_config") or {})}
         length = config.get("max_position_embeddings")
         self.context_length = length if isinstance(length, int) and length > 0 else None
+        most = None if most_tokens is None else most_tokens - 1
+        of_model = self.context_length is not None and (most is None or self.context_length < most)
+        self.limits = PromptLimits(self.context_length if of_model else most, of_model)
         self.takes_images = self._processor is not None
         self.marks = text_marks(tokenizer)
         self.token = functools.lru_cache(KNOWN_TOKENS)(self._token)
 
-    def make_prompt(self, given: Input, limits: PromptLimits) -> Prompt:
+    # Requests, in a worker thread -----------------------------------------------------------------------------
+
+    def complete(self, request: ServerRequest, default_tokens: int | None = None) -> None:
+        """Make the prompts of a request, and limit its answers to what fits.
+
+        Args:
+            request: the request.
+            default_tokens: most tokens of an answer if the request does not say; None: what fits the model's context.
+
+        Raises:
+            RequestRefused: 400, the request cannot be served.
+        """
+        self.completed(request)
+        if not request.prompts:
+            request.prompts = [self.make_prompt(given) for given in request.inputs]
+        longest = max(len(prompt.tokens) for prompt in request.prompts)
+        wanted = default_tokens if request.max_tokens is None else request.max_tokens
+        if wanted is None:
+            wanted = MAX_DEFAULT_TOKENS if self.context_length is None else max(1, self.context_length - longest)
+        request.max_tokens = wanted if self.capacity is None else min(wanted, self.capacity - longest)
+
+    def constrain(self, request: ServerRequest, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Compile the request's constraint, if it is still wanted. Blocks while it is built.
+
+        Raises:
+            RequestRefused: 400, the grammar is invalid.
+        """
+        if request.constraint is not None and is_wanted():
+            request.grammar = self.compile(request.constraint)
+        if request.grammar is None:
+            request.constraint = None  # so that other ranks do not compile it either
+
+    def make_prompt(self, given: Input) -> Prompt:
         """Render and tokenize a prompt as mlx-lm's server does.
 
         Raises:
             RequestRefused: 400, the prompt cannot be made, or has more tokens than allowed.
         """
+        limits = self.limits
         if isinstance(given, list):
             tokens = given
             limits.check(len(tokens))
             if max(tokens) >= self.vocab_size:
                 raise invalid(f"prompt: token ids must be from 0 to {self.vocab_size - 1}, got {max(tokens)}", "prompt")
             return Prompt.of_tokens(tokens)
-        param = "messages" if isinstance(given, ChatInput) else "prompt"
+        param = "prompt"
+        if isinstance(given, ChatInput):
+            param = "messages"
+            limits.check(len(given.messages), at_least=True)  # a message has at least one token
+            check_images(given, takes_images=self.takes_images)
+            given = replace(given, messages=steady_messages(given.messages))
         try:
-            prompt = self._tokenized(given, limits)
+            prompt = self._tokenized(given)
         except RequestRefused:
             raise
         except Exception as error:
@@ -86,15 +128,13 @@ class LoadedTexts:
             raise invalid("the prompt has no tokens", param)
         return prompt
 
-    def _tokenized(self, given: ChatInput | str, limits: PromptLimits) -> Prompt:
+    def _tokenized(self, given: ChatInput | str) -> Prompt:
         if isinstance(given, str):
             request = upstream.CompletionRequest("text", given, [], None, None)
             variables: dict[str, Any] = {}
         else:
             messages = fitted(given.messages, self._refusals)  # copies, into which mlx-lm writes
             tools = fitted_tools(given.tools, self._refusals)
-            if any(upstream._image_parts(messages)) and self._processor is None:
-                raise invalid("this model takes text only", "messages")
             request = upstream.CompletionRequest("chat", "", messages, tools, given.role_mapping)
             variables = {}
             if self.tokenizer.has_chat_template:
@@ -107,10 +147,10 @@ class LoadedTexts:
         owner = SimpleNamespace(model_provider=SimpleNamespace(processor=self._processor, cli_args=cli_args))
         args = SimpleNamespace(chat_template_kwargs=variables)
         continues = isinstance(given, ChatInput) and given.continues
-        tokenizer = _RequestTokenizer(self.tokenizer, limits, continues=continues)
+        tokenizer = _RequestTokenizer(self.tokenizer, self.limits, continues=continues)
         found = upstream.ResponseGenerator._tokenize(owner, tokenizer, request, args)
         tokens, segments, segment_types, _, vision = found
-        limits.check(len(tokens))
+        self.limits.check(len(tokens))
         if vision is not None:
             mx.eval(vision.pixel_values)  # arrays cross threads evaluated
         return Prompt(tokens, segments, segment_types, self._initial_state(given, tokens), vision)
@@ -172,8 +212,30 @@ class LoadedTexts:
             return text, bytes(known[character] for character in name)
         return text, text.encode()
 
-    def detokenizer(self) -> Any:
-        return self.tokenizer.detokenizer
+
+def check_images(given: Input, *, takes_images: bool) -> None:
+    """Raise RequestRefused (400) for images that the model does not take, or that are no data URLs."""
+    for part in parts_of(given):
+        url = _url_of(part)
+        if url is None:
+            continue
+        if not takes_images:
+            raise invalid("this model accepts only text", "messages")
+        if not isinstance(url, str) or not url.startswith("data:"):
+            raise invalid("an image must be a data URL", "messages")
+
+
+def parts_of(given: Input) -> list[dict[str, Any]]:
+    """Return all content parts of a chat; a content that is a string has none."""
+    contents = [message.get("content") for message in given.messages] if isinstance(given, ChatInput) else []
+    return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+
+
+def _url_of(part: dict[str, Any]) -> Any:
+    if part.get("type") not in ("image_url", "input_image", "image"):
+        return None
+    url = part.get("image_url", part.get("image"))
+    return url.get("url") if isinstance(url, dict) else url
 
 
 def _begun(messages: list[dict[str, Any]], role_mapping: dict[str, Any] | None) -> str:

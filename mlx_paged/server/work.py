@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from ..errors import without_frames
 from .request import ModelKey, ServerRequest
-
-
-class Begun(NamedTuple):
-    """Start of an answer; ``num_cached`` tokens of its prompt came from the prefix cache."""
-
-    answer: int
-    num_cached: int
 
 
 class Progress(NamedTuple):
@@ -37,6 +30,7 @@ class Generated(NamedTuple):
         logprob, top: log-probability of the token, and ``(id, log-probability)`` of the most likely ones, if requested.
         num_shown: with the last token, how many tokens are part of the answer, without an end token or those from a
             stop string on; None: all.
+        num_cached: with the first token, how many tokens of the prompt came from the prefix cache.
     """
 
     answer: int
@@ -47,6 +41,7 @@ class Generated(NamedTuple):
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     num_shown: int | None = None
+    num_cached: int | None = None
 
 
 class Scores(NamedTuple):
@@ -73,9 +68,8 @@ class Work:
     Attributes:
         is_open: whether the client is connected and wants more.
         is_gone: it has failed, or, on several ranks, all of them know that its client has gone.
-        scoring: yields the rest of its prompts' scores.
         num_tokens: tokens generated so far.
-        state: ``queued``, ``batched``, ``scoring`` or ``alone``; for reports only.
+        state: ``queued``, ``scoring``, ``scored``, ``batched`` or ``alone``.
     """
 
     def __init__(
@@ -88,9 +82,9 @@ class Work:
     ) -> None:
         self.request, self.key, self.loop, self.is_shared = request, key, loop, is_shared
         self.is_open, self.is_gone = True, False
-        self.scoring: Iterator[Scores | None] | None = None
         self.num_tokens = 0
         self.state = "queued"
+        self._watch: asyncio.Task[None] | None = None
         self._items: list[Any] = []
         self._error: BaseException | None = None
         self._arrived = asyncio.Event()
@@ -101,6 +95,20 @@ class Work:
         return not self.is_gone and (self.is_shared or self.is_open)
 
     # In the event loop ----------------------------------------------------------------------------------------
+
+    def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        """Fail with ClientGone when the client disconnects.
+
+        Args:
+            receive: ASGI's; the request's body has been read.
+        """
+
+        async def until_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.fail(ClientGone())
+
+        self._watch = asyncio.create_task(until_gone())
 
     def feed(self, items: list[Any]) -> None:
         """Add items from the engine thread; an exception among them ends the work."""
@@ -138,6 +146,8 @@ class Work:
     def close(self) -> None:
         """Tell the engine thread that nothing more is wanted, and drop unread items."""
         self.is_open = False
+        if self._watch is not None:
+            self._watch.cancel()
         self._items.clear()
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_paged import ConfigError
-from mlx_paged.cli.doctor.doctor import facts
+from mlx_paged.cli.doctor import facts
 
 
 class BenchError(Exception):

@@ -22,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mlx_paged.cli import server
 from mlx_paged.engine.sharing import common_length
 from mlx_paged.grammar.compiler import GrammarSource
-from mlx_paged.server.constraint import Constraint
-from mlx_paged.server.prompting import PromptMaker
-from mlx_paged.server.request import ChatInput
+from mlx_paged.server.request import ChatInput, Constraint
+from mlx_paged.server.texts import LoadedTexts
 
 SHELLS = ("bash", "shell", "exec_command", "shell_command", "local_shell")
 DESCRIPTION = "Read the next file"
@@ -55,11 +54,11 @@ def arguments_of(shell: dict[str, Any], number: int) -> dict[str, Any]:
 def main() -> None:
     model, port, *flags = sys.argv[1:]
     num_turns = int(flags.pop(0)) if flags and flags[0].isdigit() else 12
-    complete = PromptMaker.complete
+    complete = LoadedTexts.complete
     earlier: list[list[int]] = []  # prompts
 
-    def scripted(self: PromptMaker, request: Any, texts: Any) -> None:
-        complete(self, request, texts)
+    def scripted(texts: LoadedTexts, request: Any, default_tokens: int | None = None) -> None:
+        complete(texts, request, default_tokens)
         (given,) = request.inputs
         (tokens,) = (prompt.tokens for prompt in request.prompts)
         unchanged = max((common_length(tokens, each) for each in earlier), default=0)
@@ -75,7 +74,7 @@ def main() -> None:
             source = GrammarSource.choice([next_text(given, num_turns)])
             request.grammar, request.constraint = texts.compile(Constraint(source, "script")), None
 
-    PromptMaker.complete = scripted  # type: ignore[method-assign]
+    LoadedTexts.complete = scripted  # type: ignore[method-assign]
     server.main(["--model", model, "--port", port, *flags])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mlx_paged.cli.answer_grammars import constraint_from
+from mlx_paged.cli.generate import constraint_from
 from mlx_paged.errors import ConfigError
 from tests.support.cases import slow
 from tests.support.models.tiny_model import make_tiny_model

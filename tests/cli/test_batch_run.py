@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +20,10 @@ from mlx_lm import generate, load
 
 from mlx_paged.cli.generate import main
 from mlx_paged.cli.prompts_file import Counts, Line, Results, parse_lines
-from mlx_paged.cli.terminal import BatchProgress
 from mlx_paged.errors import PromptsFileError
 from tests.support.processes import commands
 from tests.support.processes.small_model import records
+from tests.support.processes.terminal import on_a_terminal
 
 
 def words(count: int, seed: int) -> str:
@@ -340,24 +339,10 @@ def test_resume_with_other_prompts_is_refused(tmp_path: Path) -> None:
             Results(LINES, path, io.StringIO(), resume=True)
 
 
-def test_progress_bar_is_shown_only_on_a_terminal() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal, plain = Terminal(), io.StringIO()
-    for stream in (terminal, plain):
-        progress = BatchProgress(stream)
-        progress.show(Counts(3, 12, 1), 500, 2.0, None)
-        progress.show(Counts(4, 12, 1), 510, 2.01, None)  # too soon
-        progress.show(Counts(0, 12, 0), 0, 3.0, None, num_prompt_tokens=2048, underway=4.0)
-        pool: Any = SimpleNamespace(budget_bytes=100, bytes_in_use=50, live_blocks=2)
-        progress.show(Counts(0, 1, 0), 9, 4.0, pool, num_prompt_tokens=1)
-        progress.clear()
-    assert "3/12 prompts, 1 failed, 250 tokens/s" in terminal.getvalue()
-    assert "4/12" not in terminal.getvalue()
-    bar = re.search(r"\[(#+)(\.+)\] 0/12 prompts, 2,048 prompt tokens, 0.0 tokens/s", terminal.getvalue())
-    assert bar is not None and len(bar[1]) == (len(bar[1]) + len(bar[2])) // 3, "before a prompt is done"
-    assert "0/1 prompt, 1 prompt token, 2.2 tokens/s, pool 50 % in use (2 blocks)" in terminal.getvalue()
-    assert max(len(line.strip()) for line in terminal.getvalue().split("\x1b[K")) < 80
-    assert plain.getvalue() == ""
+def test_progress_bar_is_shown_only_on_a_terminal(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "prompts.txt"
+    source.write_text("w1 w2\nw3 w4\n")
+    flags = arguments(folder, "--prompts-file", source)
+    shown = on_a_terminal("mlx_paged", *flags).decode()
+    assert re.search(r"\[[#.]{30}\] \d/2 prompts, .* left", shown)
+    assert "prompts, " not in commands.run("mlx_paged", *flags).stderr

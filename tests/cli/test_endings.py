@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from mlx_paged.__main__ import UPSTREAM
-from mlx_paged.cli import upstream_parser
 from mlx_paged.cli.terminal import restrict, whole_number
 from tests.support.processes import commands
 from tests.support.processes.small_model import PROMPT, command, generate
@@ -30,28 +29,10 @@ def test_every_command_prints_its_version(arguments: tuple[str, ...]) -> None:
     assert run.returncode == 0
 
 
-def test_helps_and_mistakes_do_not_import_mlx_lm(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import contextlib, sys\nfrom mlx_paged.__main__ import main\n"
-        "for arguments in ('generate --help', 'server --help', 'chat --help', 'chat --model ./no'):\n"
-        "    sys.argv[1:] = arguments.split()\n"
-        "    with contextlib.suppress(SystemExit):\n"
-        "        main()\n"
-        "assert not {'mlx_lm', 'transformers'} & set(sys.modules)\n"
-    )
-    run = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
-    assert run.returncode == 0 and "model folder ./no does not exist" in run.stderr, run.stderr
-    for name in ("generate", "server", "chat"):
-        assert f"usage: mlx_paged {name} " in run.stdout
-    assert run.stdout.count("--kv-cache-memory") >= 3 and "common options:" in run.stdout
-
-
-def test_parser_is_the_imported_modules_if_its_source_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    light = upstream_parser.parser_of("server", "mlx_paged server")
-    monkeypatch.setattr(upstream_parser, "_light_names", lambda name: {})
-    whole = upstream_parser.parser_of("server", "mlx_paged server")
-    assert light.format_help() == whole.format_help() and "--decode-concurrency" in whole.format_help()
+@pytest.mark.parametrize("name", ["generate", "server", "chat"])
+def test_help_has_the_flags_of_mlx_lm_and_of_this_package(name: str) -> None:
+    said = command(name, "--help").stdout
+    assert said.startswith(f"usage: mlx_paged {name} ") and "--kv-cache-memory" in said and "--adapter-path" in said
 
 
 def test_prompt_beyond_the_context_is_refused(folder: Path, tmp_path: Path) -> None:

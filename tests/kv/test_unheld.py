@@ -16,7 +16,7 @@ from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.lock import HeldLocks
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.prefix_cache import PrefixCache
-from mlx_paged.server.report import block_map
+from mlx_paged.server.report import blocks_of
 from tests.support.cases import slow
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import mlx_lm_generate
@@ -258,7 +258,7 @@ def test_stats_and_block_map_do_not_wait_for_the_lock() -> None:
     ended = threads.start(compute)
     assert has_turn.wait(60)
     assert pool.stats().live_blocks == 3
-    assert block_map(pool)[0][0] == ("l", 3)
+    assert blocks_of(pool)[0]["runs"][0] == ("l", 3)
     assert tree.nbytes == 0
     may_end.set()
     ended()

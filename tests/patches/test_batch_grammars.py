@@ -25,7 +25,6 @@ from mlx_paged.patches.generate.upstream import UPSTREAM
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.grammars import (
     TokenizerGrammars,
-    behind_reasoning,
     ends_in_reasoning,
 )
 from tests.support.cases import quick, slow
@@ -354,7 +353,7 @@ def test_reasoning_begun_in_the_prompt_is_unconstrained() -> None:
     assert constraint is not None
     grammar = TokenizerGrammars(tokenizer).compile(constraint)
     assert grammar is not None
-    state = behind_reasoning(grammar, tokenizer).start()
+    state = grammar.begins_after(tokenizer.think_end_tokens).start()
     for token in [*b"hm", THINK_END]:
         assert len(allowed(state)) == 260
         state.accept(token)

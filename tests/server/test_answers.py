@@ -16,7 +16,7 @@ from mlx_paged.server.requests.chat import ChatBody, ChatForm
 from mlx_paged.server.requests.messages import CountBody, MessageForm, MessageParam
 from mlx_paged.server.requests.pieces import Head, Piece, Usage
 from mlx_paged.server.requests.responses import ResponseBody, ResponseForm
-from mlx_paged.server.work import Begun, Generated
+from mlx_paged.server.work import Generated
 from tests.support.call_texts import WRITERS, marks_of
 
 HEAD = Head("x", "m", 0, "")
@@ -34,9 +34,9 @@ JSON_TEXTS, HARMONY_TEXTS = texts_of(marks_of("json_tools")), texts_of(marks_of(
 
 def answer_of(text: str, texts: Any = JSON_TEXTS, **options: Any) -> Piece:
     """Return the answer to a text that comes in pieces of three characters, then an end token."""
-    finish, streams = options.pop("finish", "stop"), options.pop("streams", False)
+    finish = options.pop("finish", "stop")
     request = ServerRequest(options.pop("inputs", [ChatInput([], TOOLS)]), prompts=[Prompt.of_tokens([1])], **options)
-    answer = Answer(0, request, texts, streams=streams)
+    answer = Answer(0, request, texts)
     pieces = [answer.next(Generated(0, ord(text[i]), text[i : i + 3], logprob=-0.5)) for i in range(0, len(text), 3)]
     num_tokens = len(pieces)
     pieces.append(answer.next(Generated(0, 2, "", finish, logprob=-0.1, num_shown=num_tokens)))
@@ -181,8 +181,8 @@ def test_request_without_tools_gets_no_calls() -> None:
 
 def streamed(text: str, form: Any, texts: Any = JSON_TEXTS, *, finish: str = "stop") -> list[Any]:
     """Return the events of an answer that comes in pieces of three characters."""
-    request = ServerRequest([ChatInput([], TOOLS)], prompts=[Prompt.of_tokens([1])])
-    answer = Answer(0, request, texts, streams=True)
+    request = ServerRequest([ChatInput([], TOOLS)], prompts=[Prompt.of_tokens([1])], streams=True)
+    answer = Answer(0, request, texts)
     said = [Generated(0, 5, text[i : i + 3]) for i in range(0, len(text), 3)] + [Generated(0, 2, "", finish)]
     events = form.begin(Usage())
     for each in said:
@@ -318,9 +318,9 @@ def test_message_of_a_response_has_its_own_log_probabilities() -> None:
 
 
 def test_first_of_several_answers_is_streamed_before_the_last_begins() -> None:
-    request = ServerRequest([ChatInput([])], prompts=[Prompt.of_tokens([1])], n=3)
-    answers = Answers(request, JSON_TEXTS, ChatForm(HEAD, CHAT), streams=True)
-    answers.add([Begun(0, 0), Generated(0, 5, "Hello")])
+    request = ServerRequest([ChatInput([])], prompts=[Prompt.of_tokens([1])], n=3, streams=True)
+    answers = Answers(request, JSON_TEXTS, ChatForm(HEAD, CHAT))
+    answers.add([Generated(0, 5, "Hello", num_cached=0)])
     (event,) = answers.events()
     assert event.data["choices"][0]["delta"]["content"] == "Hello"
 
@@ -335,6 +335,6 @@ def test_long_call_is_read_once(name: str) -> None:
         deltas = []
         for place in range(0, len(text), 50):
             deltas += reader.feed(text[place : place + 50])
-            assert len(reader._source.held) < 200
+            assert len(reader.held) < 200
         told = Piece(0, [*deltas, *reader.feed("", is_last=True)])
         assert calls_of(told) == [("look", {"path": value})]

@@ -146,7 +146,8 @@ def form_of(api: str) -> Any:
 def delivered(name: str, text: str, api: str, size: int, *, streams: bool, finish: str = "stop") -> Delivered:
     """Return what a client gets of a text that is generated in pieces; ``finish`` may also be a stop string."""
     texts: Any = SimpleNamespace(marks=marks_of(name))
-    answer = Answer(0, ServerRequest([ChatInput([], TOOLS)], prompts=[Prompt.of_tokens([1])]), texts, streams=streams)
+    request = ServerRequest([ChatInput([], TOOLS)], prompts=[Prompt.of_tokens([1])], streams=streams)
+    answer = Answer(0, request, texts)
     stop = None if finish in ("stop", "length") else finish
     said = [Generated(0, 5, text[place : place + size]) for place in range(0, len(text), size)]
     said.append(Generated(0, 2, "", "stop" if stop else finish, stop))

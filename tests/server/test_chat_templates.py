@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.server.fitted import Refusals, fitted
-from mlx_paged.server.prompting import PromptMaker
-from mlx_paged.server.request import ChatInput, PromptLimits
+from mlx_paged.server.agents import Refusals, fitted
+from mlx_paged.server.request import ChatInput
 from mlx_paged.server.requests.chat import ChatBody, chat_request
 from mlx_paged.server.requests.messages import CountBody, message_request
 from mlx_paged.server.requests.responses import ResponseBody, response_request
@@ -110,18 +109,18 @@ def kept_of(family: str, before: list[dict[str, Any]], now: list[dict[str, Any]]
     quick(crossed(FAMILIES, [False, True]), *crossed(FAMILIES, [False]), ("gpt-oss", True), ("qwen3", True)),
 )
 def test_tokens_of_a_turn_begin_with_those_of_the_turn_before(family: str, forgets: bool) -> None:
-    texts, maker = texts_of(family), PromptMaker()
+    texts = texts_of(family)
     earlier = found = 0
     for seed in range(SESSIONS):
         turns = [without_old_thoughts(turn) if forgets else turn for turn in session(random.Random(seed))]
-        prompts = [maker.made(ChatInput(turn, TOOLS), texts).tokens for turn in turns]
+        prompts = [texts.make_prompt(ChatInput(turn, TOOLS)).tokens for turn in turns]
         for number in range(1, len(turns)):
             same = shared(prompts[number - 1], prompts[number])
             kept = kept_of(family, turns[number - 1], turns[number])
             moved = family in MOVES_TOOLS and turns[number][-1]["role"] == "user"
             front = prompts[number - 1]
             if moved or kept < len(turns[number - 1]):
-                front = maker.made(ChatInput(turns[number][:kept], None if moved else TOOLS), texts).tokens
+                front = texts.make_prompt(ChatInput(turns[number][:kept], None if moved else TOOLS)).tokens
             assert same >= len(front) - TAIL, (seed, number)
             earlier, found = earlier + len(prompts[number - 1]), found + same
     assert found / earlier >= LEAST_FOUND[family][forgets]
@@ -162,10 +161,10 @@ def history(arguments: Any, api: str) -> ChatInput:
 
 @pytest.mark.parametrize(("family", "api"), crossed(FAMILIES, ["chat", "responses", "messages"]))
 def test_session_goes_on_after_a_call_without_an_object_of_arguments(family: str, api: str) -> None:
-    texts, maker = texts_of(family), PromptMaker()
+    texts = texts_of(family)
 
     def prompt(arguments: Any) -> str:
-        return texts.decode(maker.made(history(arguments, api), texts).tokens)
+        return texts.decode(texts.make_prompt(history(arguments, api)).tokens)
 
     empty = prompt({})
     assert empty.count("mark-b.") == 1
@@ -179,11 +178,11 @@ def test_session_goes_on_after_a_call_without_an_object_of_arguments(family: str
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tools_without_a_description_or_parameters_are_shown(family: str) -> None:
-    texts, maker = texts_of(family), PromptMaker()
+    texts = texts_of(family)
 
     def count(messages: list[dict[str, Any]], **more: Any) -> int:
         tools = [{"type": "function", "function": {"name": "mark-tool", **more}}]
-        return texts.decode(maker.made(ChatInput(messages, tools), texts).tokens).count("mark-tool")
+        return texts.decode(texts.make_prompt(ChatInput(messages, tools)).tokens).count("mark-tool")
 
     for messages in ([ASK], [ASK, {"role": "assistant", "content": "mark-b.", "tool_calls": []}, ASK]):
         whole = count(messages, description="d", parameters=PARAMETERS)
@@ -229,7 +228,7 @@ HARD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("family", FAMILIES)
 def test_messages_that_a_template_refuses_are_rewritten(family: str) -> None:
     texts = texts_of(family)
-    text = texts.decode(PromptMaker().made(ChatInput(HARD, TOOLS), texts).tokens)
+    text = texts.decode(texts.make_prompt(ChatInput(HARD, TOOLS)).tokens)
     marks = ["mark-a.", "mark-b.", "mark-e.", "mark-e.-result", "mark-f.", "mark-f.-result", "mark-g.", "mark-h."]
     if not texts._refusals.several:  # otherwise each call is followed by its own result
         marks[3:5] = marks[4:2:-1]
@@ -253,7 +252,7 @@ def test_only_the_end_of_a_prompt_begins_reasoning(family: str) -> None:
         found = set()
         for said in ("Hi.", "What does <think> mean?", "What does <think>", "</think>"):
             messages: list[dict[str, Any]] = [{"role": "user", "content": said}]
-            prompt = texts.make_prompt(ChatInput(messages, None, dict(kwargs)), PromptLimits())
+            prompt = texts.make_prompt(ChatInput(messages, None, dict(kwargs)))
             found.add(prompt.initial_state)
             assert (prompt.initial_state == "reasoning") == texts.decode(prompt.tokens).rstrip().endswith("<think>")
         assert len(found) == 1
@@ -263,5 +262,5 @@ def test_continued_message_decides_whether_its_thought_is_open() -> None:
     texts = texts_of("qwen3")
     for begun, state in (("<think>Hm", "reasoning"), ("So", "normal")):
         messages = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": begun}]
-        prompt = texts.make_prompt(ChatInput(messages, None, {}, continues=True), PromptLimits())
+        prompt = texts.make_prompt(ChatInput(messages, None, {}, continues=True))
         assert prompt.initial_state == state

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from mlx_paged.cli.server import parse
-from mlx_paged.server.prompting import MAX_DEFAULT_TOKENS, SMALL_BYTES, PromptMaker
-from mlx_paged.server.request import Prompt, PromptLimits, ServerRequest
+from mlx_paged.server import texts as server_texts
+from mlx_paged.server.http import in_worker
+from mlx_paged.server.request import Prompt, ServerRequest
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.processes.server_process import FaultyServer, ServerProcess
 
@@ -134,7 +135,7 @@ def test_log_describes_requests_and_sighup_drains_the_server(server: FaultyServe
     [
         (8192, 20_000, None, None, 8092),  # what the model's context leaves
         (8192, 1000, None, None, 900),  # what the budget leaves
-        (None, None, None, None, MAX_DEFAULT_TOKENS),
+        (None, None, None, None, server_texts.MAX_DEFAULT_TOKENS),
         (8192, 20_000, None, 512, 512),
         (8192, 20_000, 9000, 512, 9000),
         (8192, 1000, 9000, None, 900),
@@ -146,29 +147,18 @@ def test_max_tokens_is_limited_by_context_and_budget(
     assert parse([]).max_tokens is None
     texts: Any = SimpleNamespace(context_length=context, capacity=capacity, completed=lambda request: None)
     request = ServerRequest([[1]], prompts=[Prompt.of_tokens([1] * 100)], max_tokens=asked)
-    PromptMaker(default_tokens=option).complete(request, texts)
+    server_texts.LoadedTexts.complete(texts, request, option)
     assert request.max_tokens == most
 
 
 def test_small_prompts_do_not_wait_for_a_huge_one() -> None:
     released = threading.Event()
 
-    def make(given: Any, limits: PromptLimits) -> Prompt:
-        if len(given) > SMALL_BYTES:
-            assert released.wait(60)
-        return Prompt.of_tokens([1])
-
-    texts: Any = SimpleNamespace(context_length=8192, capacity=None, make_prompt=make, completed=lambda request: None)
-    maker = PromptMaker()
-
     async def run() -> None:
-        def made(text: str) -> Any:
-            return maker.run(lambda: maker.complete(ServerRequest([text]), texts), size=len(text))
-
-        huge = asyncio.create_task(made("a" * (SMALL_BYTES + 1)))
+        huge = asyncio.ensure_future(in_worker(lambda: released.wait(60)))
         for _ in range(3):
-            await made("Hello")
-        assert not huge.done() and maker.num_waiting == 1
+            await in_worker(int)
+        assert not huge.done()
         released.set()
         await huge
 

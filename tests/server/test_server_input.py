@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.server.errors import RequestRefused
 from mlx_paged.server.requests import fields
-from mlx_paged.server.requests.chat import chat_request
-from mlx_paged.server.requests.completions import completion_request
+from mlx_paged.server.requests.chat import chat_request, completion_request
 from mlx_paged.server.requests.endpoints import ENDPOINTS
 from tests.support.models.tiny_model import VOCAB
 from tests.support.processes.server_process import ServerProcess
@@ -162,10 +161,10 @@ def test_values_that_clients_send_for_off_are_accepted() -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         body = {"prompt": "x", "top_k": -1, name: -1, "stop": ["", ""]}
         request = completion_request(parse(body, COMPLETIONS), defaults)
-        assert (request.sampling.top_k, request.max_tokens, request.stops) == (0, None, None)
+        assert (request.sampling.top_k, request.max_tokens, request.stops) == (0, None, ())
     chat = {"messages": [{"role": "user", "content": "x"}], "top_k": -1, "max_tokens": -1, "stop": ""}
     request = chat_request(parse(chat, CHAT), defaults)
-    assert (request.sampling.top_k, request.max_tokens, request.stops) == (0, None, None)
+    assert (request.sampling.top_k, request.max_tokens, request.stops) == (0, None, ())
     for wrong in ({"top_k": -2}, {"max_tokens": -2}, {"top_k": "-1"}, {"prompt": [1 << 40]}):
         with pytest.raises(RequestRefused):
             parse({"prompt": "x", **wrong}, COMPLETIONS)

@@ -14,7 +14,6 @@ from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests.chat import ChatBody, chat_request, sampling_of
 from mlx_paged.server.requests.fields import SamplingParameters
 from mlx_paged.server.requests.messages import CountBody, message_request
-from mlx_paged.server.stops import StopList
 from tests.support.constraints import constraint_of
 from tests.support.processes.server_process import ServerProcess
 
@@ -30,7 +29,7 @@ def request(**options: object) -> ServerRequest:
         prompts=prompts,
         sampling=SamplingParams(temperature=0.5, logit_bias={7: 1.5}, seed=3, xtc_special_tokens=(1, 2)),
         max_tokens=9,
-        stops=StopList(["b", "a"]),
+        stops=("b", "a"),
         constraint=constraint_of({"structured_outputs": {"grammar": GRAMMAR}}, chat=False),
         salt="mine",
         **options,  # type: ignore[arg-type]
@@ -42,7 +41,7 @@ def test_description_for_other_ranks_has_the_whole_request() -> None:
     told = ServerRequest.from_description(json.loads(json.dumps(asked.described())))
     for name in ("prompts", "constraint", "max_tokens", "n", "top_logprobs", "salt", "number"):
         assert getattr(told, name) == getattr(asked, name), name
-    assert told.stops is not None and told.stops.strings == ("a", "b")
+    assert told.stops == ("b", "a")
     assert [told.sampling_of(index).seed for index in range(6)] == [3, 4, 5, 3, 4, 5]
     assert told.sampling_of(1).logit_bias == {7: 1.5} and told.num_answers == 6
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_paged.server.stops import StopList, StopScanner
+from mlx_paged.server.row import StopScanner
 from tests.support.server.answers import cut_of
 
 
@@ -43,7 +42,7 @@ def cases(draw: st.DrawFn) -> tuple[str, list[str]]:
 def test_the_text_is_cut_before_the_first_stop_string(case: tuple[str, list[str]], ends: list[int]) -> None:
     text, stops = case
     expected = cut_of(text, stops)
-    searched = StopScanner(StopList(stops))
+    searched = StopScanner(stops)
     shown = taken = ""
     for piece in pieces_of(text, ends):
         taken += piece
@@ -57,26 +56,3 @@ def test_the_text_is_cut_before_the_first_stop_string(case: tuple[str, list[str]
     assert shown == expected
     assert (searched.found is not None) == any(stop in text for stop in stops)
     assert searched.found is None or text.startswith(searched.found, len(expected))
-
-
-def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        StopList(["a", ""])
-
-
-def test_scanning_takes_at_most_two_checks_per_character(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each check either drops a position for good or ends a feed, however long the partial matches are."""
-    stops = StopList(["a" * length + "b" for length in range(900, 910)] + [chr(0x4E00 + n) for n in range(2000)])
-    asked = 0
-    may_begin_with = StopList.may_begin_with
-
-    def counted(self: StopList, text: str) -> bool:
-        nonlocal asked
-        asked += 1
-        return may_begin_with(self, text)
-
-    monkeypatch.setattr(StopList, "may_begin_with", counted)
-    searched = StopScanner(stops)
-    text = ("a" * 899 + "c") * 3
-    assert "".join(searched.feed(character) for character in text) == text
-    assert asked <= 2 * len(text)

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from mlx_paged.server.constraint import Constraint
-from mlx_paged.server.requests.constraints import AnswerParameters, ToolParameters
-from mlx_paged.server.requests.fields import validated
+from mlx_paged.server.request import Constraint
+from mlx_paged.server.requests.fields import AnswerParameters, ToolParameters, validated
 
 
 def constraint_of(body: dict[str, Any], *, chat: bool = True) -> Constraint | None:

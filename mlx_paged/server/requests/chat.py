@@ -1,20 +1,21 @@
-"""OpenAI's chats: the body, the answer and the events of its stream."""
+"""OpenAI's chats and completions: the bodies, the answers and the events of their streams."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from ...engine.sampling.params import SamplingParams
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
-from ..stops import StopList
-from .constraints import ToolParameters
 from .fields import (
+    MAX_ANSWERS,
     MAX_CHOICES,
     MAX_TOKENS,
+    TOKEN_ID_LIMIT,
+    AnswerParameters,
     Body,
     ModelParameters,
     SamplingParameters,
@@ -22,8 +23,10 @@ from .fields import (
     StopField,
     StreamOptions,
     Tokens,
+    ToolParameters,
+    or_none,
 )
-from .pieces import Delta, Echo, Event, Head, Piece, Usage, content_logprobs
+from .pieces import FORBIDDEN_LOGPROB, Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
 
 def check_messages(given: Any) -> Any:
@@ -133,7 +136,7 @@ def sampling_of(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> Samplin
     """Return the sampling parameters.
 
     Args:
-        said: checked fields of :class:`Sampling`, from a body or a line of a prompts file.
+        said: checked fields of :class:`SamplingParameters`, from a body or a line of a prompts file.
         defaults: values of the command line for fields that are not given.
 
     Raises:
@@ -164,11 +167,6 @@ def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dic
     }
 
 
-def stop_list(stops: str | Sequence[str] | None) -> StopList | None:
-    """Return checked stop strings, which are a list, for an answer; None: there are none."""
-    return StopList(stops) if stops else None
-
-
 def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
     """Return the request of a chat body.
 
@@ -193,7 +191,7 @@ def chat_request(body: ChatBody, defaults: Mapping[str, Any]) -> ServerRequest:
         n=n,
         top_logprobs=max(0, top) if body.logprobs or top > 0 else None,
         calls_once=body.parallel_tool_calls is False,
-        stops=stop_list(body.stop),
+        stops=tuple(body.stop or ()),
         constraint=body.constraint(),
         **engine_options(body, defaults),
     )
@@ -285,3 +283,148 @@ def _call(delta: Delta, *, is_whole: bool) -> dict[str, Any]:
     if not delta.is_first:
         return {**place, "function": {"arguments": delta.text}}
     return {**place, "function": {"name": call.name, "arguments": delta.text}, "type": "function", "id": call.id}
+
+
+# Completions ----------------------------------------------------------------------------------------------------------
+
+TokenIds = Annotated[Several[Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]], Field(min_length=1)]
+OnePrompt = Annotated[str, Field(min_length=1)] | TokenIds
+
+
+def prompts_of(value: Any) -> list[str | list[int]]:
+    """Return the parameter ``prompt`` as a list of prompts."""
+    return [value] if isinstance(value, str) or isinstance(value[0], int) else list(value)
+
+
+class CompletionBody(AnswerParameters, SamplingParameters, ModelParameters):
+    """The body of ``/v1/completions``."""
+
+    prompt: OnePrompt | Annotated[Several[OnePrompt], Field(min_length=1)] = Field(
+        description=f"a text, token ids, or a list of either; at most {MAX_ANSWERS} answers in all"
+    )
+    max_tokens: Annotated[Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None, BeforeValidator(or_none)] = Field(
+        None, description="0 requires `echo`"
+    )
+    max_completion_tokens: Tokens = Field(None, description="overrides `max_tokens`")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(None, description="`include_usage`; no effect without `stream`")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="the prompt is computed once")
+    echo: bool | None = Field(
+        None, description="start with the prompt; with `logprobs: N`, include its log-probabilities"
+    )
+    stop: StopField = None
+    logprobs: bool | Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description="a number as in OpenAI's API, or `true` as in mlx-lm"
+    )
+    top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = Field(
+        None, description="as in mlx-lm, with `logprobs: true`"
+    )
+
+
+def completion_request(body: CompletionBody, defaults: Mapping[str, Any]) -> ServerRequest:
+    """Return the request of a completion body.
+
+    Raises:
+        RequestRefused: 400, naming the parameter.
+    """
+    prompts, n = prompts_of(body.prompt), body.n or 1
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if len(prompts) * n > MAX_ANSWERS:
+        name = "prompt" if len(prompts) > MAX_ANSWERS // MAX_CHOICES else "n"
+        raise invalid(f"a request may have at most {MAX_ANSWERS} answers (prompts times n)", name)
+    if most == 0 and not body.echo:
+        raise invalid("max_tokens must be at least 1 without echo, got 0", "max_tokens")
+    if body.echo and body.logprobs is True:
+        raise invalid("echo requires logprobs to be a number", "logprobs")
+    top = _num_top(body)
+    if top is None:
+        top = body.top_logprobs or 0
+        top = max(0, top) if body.logprobs or top > 0 else None
+    return ServerRequest(
+        inputs=prompts,
+        max_tokens=1 if most == 0 else most,  # its only token is not shown
+        n=n,
+        echo=bool(body.echo),
+        top_logprobs=top,
+        scores_prompt=bool(body.echo) and _num_top(body) is not None,
+        has_no_answer=most == 0,
+        stops=tuple(body.stop or ()),
+        constraint=body.constraint(),
+        **engine_options(body, defaults),
+    )
+
+
+def _num_top(body: CompletionBody) -> int | None:
+    """Return ``logprobs`` if it is OpenAI's number; None if it is missing or mlx-lm's boolean."""
+    return None if body.logprobs is None or isinstance(body.logprobs, bool) else body.logprobs
+
+
+class CompletionForm(ChatForm):
+    """The form of answers to prompts.
+
+    Args:
+        head: fields that every object of the answer begins with.
+        body: body of the request.
+    """
+
+    stream_object = whole_object = "text_completion"
+    id_prefix = "cmpl-"
+
+    def __init__(self, head: Head, body: CompletionBody) -> None:
+        super().__init__(head, body)
+        self._num_top = _num_top(body)
+        self.repeats_body = bool(body.echo)
+        self._offsets: dict[int, int] = {}  # characters of each answer so far, by index
+
+    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
+        return [event for index, echo in enumerate(echoes) for event in self.piece(_echoed(index, echo))]
+
+    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
+        if echoes:
+            answers = [
+                Piece.joined([_echoed(answer.index, echo), answer])
+                for echo, answer in zip(echoes, answers, strict=True)
+            ]
+        return super().whole(answers, usage)
+
+    def _choice(self, piece: Piece, key: str) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish}
+        if self._num_top is not None:
+            choice["logprobs"] = self._logprobs(piece)
+        elif self._includes_logprobs:
+            choice["logprobs"] = content_logprobs(piece.tokens)
+        choice["text"] = piece.text
+        return choice
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        """Return OpenAI's lists: the tokens' texts and log-probabilities, the most likely tokens, and text offsets."""
+        offset, offsets = self._offsets.get(piece.index), []
+        if offset is None:  # mlx-lm drops the space that an answer begins with
+            is_cut = piece.tokens and piece.tokens[0].text.startswith(" ") and not piece.text.startswith(" ")
+            offset = -1 if is_cut else 0
+        for token in piece.tokens:
+            offsets.append(max(0, offset))
+            offset += len(token.text)
+        self._offsets[piece.index] = offset
+        return {
+            "tokens": [token.text for token in piece.tokens],
+            "token_logprobs": [token.logprob for token in piece.tokens],
+            "top_logprobs": [_likeliest(token) for token in piece.tokens] if self._num_top else None,
+            "text_offset": offsets,
+        }
+
+
+def _echoed(index: int, echo: Echo) -> Piece:
+    return Piece(index, [Delta("text", echo.text, tokens=list(echo.tokens))])
+
+
+def _likeliest(token: Token) -> dict[str, float] | None:
+    """Return the most likely tokens by text, including the token itself; None for the first token of a prompt."""
+    if token.logprob is None:
+        return None
+    likeliest: dict[str, float] = {}
+    for other in token.top:
+        if other.logprob is not None and other.logprob != FORBIDDEN_LOGPROB:
+            likeliest.setdefault(other.text, other.logprob)
+    likeliest.setdefault(token.text, token.logprob)
+    return likeliest

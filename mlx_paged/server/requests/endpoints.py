@@ -1,4 +1,4 @@
-"""The POST endpoints, and the OpenAPI description of these and of the GET pages."""
+"""The POST endpoints, with those of vLLM, and the OpenAPI description of these and of the GET pages."""
 
 from __future__ import annotations
 
@@ -7,30 +7,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic.json_schema import models_json_schema
 
-from ..request import ServerRequest
-from .chat import ChatBody, ChatForm, chat_request
-from .completions import CompletionBody, CompletionForm, completion_request
-from .fields import Body
+from ..errors import invalid
+from ..request import ChatInput, Input, ServerRequest
+from .chat import (
+    ChatBody,
+    ChatForm,
+    CompletionBody,
+    CompletionForm,
+    Messages,
+    TemplateParameters,
+    TokenIds,
+    chat_request,
+    completion_request,
+)
+from .fields import Body, ToolList
 from .messages import CountBody, MessageBody, MessageForm, count_tokens, message_request
 from .pieces import Form, Head
 from .responses import ResponseBody, ResponseForm, response_request
-from .tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
 if TYPE_CHECKING:
-    from ..prompting import PromptMaker
     from ..texts import LoadedTexts
-
-ERRORS = {
-    "400": "an invalid parameter, or a prompt that is too long",
-    "401": "missing or wrong API key",
-    "403": "cross-site request",
-    "404": "unknown model or id",
-    "413": "the request body is too large",
-    "429": "too little memory at present, or too many requests",
-    "500": "internal error",
-    "501": "not supported on several ranks",
-    "503": "the server is loading, shutting down or has failed",
-}
 
 
 class Endpoint(NamedTuple):
@@ -57,13 +53,13 @@ class Computation(NamedTuple):
 
     Attributes:
         path, summary, body, aliases: as for an :class:`Endpoint`.
-        answer: makes the answer from the body, the prompt maker and the model's texts. It is called in a worker thread.
+        answer: makes the answer from the body and the model's texts. It is called in a worker thread.
     """
 
     path: str
     summary: str
     body: type[Body]
-    answer: Callable[[Any, PromptMaker, LoadedTexts], dict[str, Any]]
+    answer: Callable[[Any, LoadedTexts], dict[str, Any]]
     aliases: tuple[str, ...] = ()
 
 
@@ -81,6 +77,44 @@ class Page(NamedTuple):
     summary: str = ""
     kind: str = "application/json"
     is_open: bool = False
+
+
+class TokenizeBody(TemplateParameters):
+    """The body of ``/tokenize``."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: ToolList[dict[str, Any]] | None = None
+    model: str | None = None
+
+
+class DetokenizeBody(Body):
+    """The body of ``/detokenize``."""
+
+    tokens: TokenIds
+    model: str | None = None
+
+
+def _input(body: TokenizeBody) -> Input:
+    """Return the text or chat to tokenize. Raises RequestRefused unless exactly one is given."""
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("exactly one of prompt and messages is required", "prompt")
+    if body.prompt is not None:
+        return body.prompt
+    return ChatInput([dict(m) for m in body.messages or ()], body.tools, dict(body.chat_template_kwargs or {}))
+
+
+def tokenize(body: TokenizeBody, texts: LoadedTexts) -> dict[str, Any]:
+    """Return the answer of ``/tokenize``."""
+    tokens = texts.make_prompt(_input(body)).tokens
+    return {"count": len(tokens), "tokens": tokens}
+
+
+def detokenize(body: DetokenizeBody, texts: LoadedTexts) -> dict[str, Any]:
+    """Return the answer of ``/detokenize``."""
+    if max(body.tokens) >= texts.vocab_size:
+        raise invalid(f"tokens: token ids must be from 0 to {texts.vocab_size - 1}", "tokens")
+    return {"prompt": texts.decode(body.tokens)}
 
 
 CHAT = Endpoint(
@@ -155,6 +189,8 @@ def description(version: str, pages: Mapping[str, Page], *, has_keys: bool = Fal
 
 
 def _answers(kind: str) -> dict[str, Any]:
-    answers: dict[str, Any] = {"200": {"description": "The answer", "content": {kind: {"schema": {}}}}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return answers | {status: {"description": text, "content": error} for status, text in ERRORS.items()}
+    return {
+        "200": {"description": "The answer", "content": {kind: {"schema": {}}}},
+        "default": {"description": "An error, in the form of the API", "content": error},
+    }

@@ -11,30 +11,27 @@ from pydantic import AfterValidator, Field, model_validator
 from ..agents import result_text
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
-from .chat import TemplateParameters, engine_options, stop_list, template_kwargs
-from .constraints import (
-    FlatSchemaFormat,
-    NamedFunction,
-    NamedTool,
-    SchemaFormat,
-    StructuredOutputs,
-    ToolParameters,
-)
+from .chat import TemplateParameters, engine_options, template_kwargs
 from .fields import (
     Body,
+    FlatSchemaFormat,
     ModelParameters,
+    NamedFunction,
+    NamedTool,
     SamplingParameters,
+    SchemaFormat,
     Several,
     Stops,
+    StructuredOutputs,
     Tokens,
     ToolList,
+    ToolParameters,
     check_not_empty,
     check_stops,
 )
 from .pieces import Delta, Echo, Event, Head, Piece, Usage
 
 if TYPE_CHECKING:
-    from ..prompting import PromptMaker
     from ..texts import LoadedTexts
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -143,15 +140,15 @@ def message_request(body: CountBody, defaults: Mapping[str, Any]) -> ServerReque
         ],
         max_tokens=getattr(body, "max_tokens", None),
         calls_once=asked.parallel_tool_calls is False,
-        stops=stop_list(body.stop_sequences),
+        stops=tuple(body.stop_sequences or ()),
         constraint=asked.constraint(),
         **{**engine_options(body, defaults), "keeps": _kept_part(body)},
     )
 
 
-def count_tokens(body: CountBody, prompts: PromptMaker, texts: LoadedTexts) -> dict[str, Any]:
+def count_tokens(body: CountBody, texts: LoadedTexts) -> dict[str, Any]:
     """Return the answer of ``/v1/messages/count_tokens``."""
-    return {"input_tokens": len(prompts.made(message_request(body, {}).inputs[0], texts).tokens)}
+    return {"input_tokens": len(texts.make_prompt(message_request(body, {}).inputs[0]).tokens)}
 
 
 def _kept_part(body: CountBody) -> str:

@@ -15,28 +15,26 @@ from ..agents import INPUT, CallableTool, callable_tools, function_name, ignored
 from ..errors import RequestRefused, invalid, not_found
 from ..request import ChatInput, ServerRequest
 from .chat import TemplateParameters, engine_options, template_kwargs
-from .constraints import (
-    AllowedChoice,
-    AllowedTools,
-    FlatSchemaFormat,
-    NamedFunction,
-    NamedTool,
-    ObjectFormat,
-    SchemaFormat,
-    StructuredOutputs,
-    TextFormat,
-    ToolParameters,
-)
 from .fields import (
     MAX_REFERENCES,
     MAX_TOOLS,
+    AllowedChoice,
+    AllowedTools,
     Body,
+    FlatSchemaFormat,
     ModelParameters,
+    NamedFunction,
+    NamedTool,
+    ObjectFormat,
     SamplingParameters,
+    SchemaFormat,
     Several,
     StreamOptions,
+    StructuredOutputs,
+    TextFormat,
     Tokens,
     ToolList,
+    ToolParameters,
     check_not_empty,
 )
 from .pieces import Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
@@ -488,19 +486,23 @@ MAX_KEPT_BYTES = 64 << 20  # of JSON; earlier items of a conversation count agai
 
 
 class Kept(NamedTuple):
-    """A response and the conversation up to its end, as JSON text: objects would take up to 20 times its bytes.
+    """A response, and the conversation before it, as JSON text: objects would take up to 20 times its bytes.
 
     Attributes:
         response: the response.
-        parts: lists of items, which responses of one conversation share; the last one is the response's output.
-        ids: ids of the items of its output.
-        num_bytes: bytes of the texts.
+        before: lists of items, which responses of one conversation share.
     """
 
     response: bytes
-    parts: tuple[bytes, ...]
-    ids: tuple[str, ...]
-    num_bytes: int
+    before: tuple[bytes, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response) + sum(map(len, self.before))
+
+    @property
+    def output(self) -> list[dict[str, Any]]:
+        return from_json(self.response)["output"]  # type: ignore[no-any-return]
 
 
 class KeptResponses:
@@ -514,7 +516,6 @@ class KeptResponses:
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str | None, str], Kept] = OrderedDict()
-        self._response_of: dict[tuple[str | None, str], str] = {}  # ids of responses, by their items' ids
 
     def open(self, body: ResponseBody, key: str | None) -> Callable[[dict[str, Any]], None] | None:
         """Put the conversation that a request continues before its input. Call it in a worker thread.
@@ -531,16 +532,17 @@ class KeptResponses:
         """
         if body.store and not self._max_bytes:
             raise invalid("store must not be true: this server stores no responses (--no-response-store)", "store")
-        earlier: tuple[bytes, ...] = ()
+        before: tuple[bytes, ...] = ()
         if body.previous_response_id is not None:
-            earlier = self._find(key, body.previous_response_id, "previous_response_id").parts
+            earlier = self._find(key, body.previous_response_id, "previous_response_id")
+            before = (*earlier.before, to_json(earlier.output))
         given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
         given = self._resolved(key, given)
-        body.input = [*(item for part in earlier for item in from_json(part)), *given]
+        body.input = [*(item for part in before for item in from_json(part)), *given]
         if body.store is False or not self._max_bytes:
             return None
-        parts = (*earlier, to_json(given))
-        return lambda response: self._keep(key, response, parts)
+        before = (*before, to_json(given))
+        return lambda response: self._keep((key, response["id"]), Kept(to_json(response), before))
 
     def get(self, key: str | None, name: str) -> bytes:
         """Return a response as JSON. Raises RequestRefused: 404."""
@@ -563,31 +565,21 @@ class KeptResponses:
 
     def _resolved(self, key: str | None, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the items, with stored ones in place of those of type ``item_reference``."""
-        if (number := sum(item.get("type") == "item_reference" for item in given)) > MAX_REFERENCES:
-            raise invalid(f"input must have at most {MAX_REFERENCES:,} references, got {number:,}", "input")
+        names = [str(item.get("id")) for item in given if item.get("type") == "item_reference"]
+        if len(names) > MAX_REFERENCES:
+            raise invalid(f"input must have at most {MAX_REFERENCES:,} references, got {len(names):,}", "input")
         stored: dict[str, dict[str, Any]] = {}
-        items = []
-        for item in given:
-            if item.get("type") == "item_reference":
-                name = str(item.get("id"))
-                if name not in stored:
-                    with self._lock:
-                        kept = self._kept.get((key, self._response_of.get((key, name), "")))
-                    if kept is None:
-                        raise _unknown("item", name, "input")
-                    stored |= {each["id"]: each for each in from_json(kept.parts[-1])}
-                item = stored[name]
-            items.append(item)
-        return items
+        for name in names:
+            response = f"resp_{name.partition('_')[2].rpartition('_')[0]}"  # see _Item.id
+            if name not in stored and (kept := self._kept.get((key, response))) is not None:
+                stored |= {each["id"]: each for each in kept.output}
+            if name not in stored:
+                raise _unknown("item", name, "input")
+        return [stored[str(item.get("id"))] if item.get("type") == "item_reference" else item for item in given]
 
-    def _keep(self, key: str | None, response: dict[str, Any], parts: tuple[bytes, ...]) -> None:
-        text, output = to_json(response), response["output"]
-        parts = (*parts, to_json(output))
-        kept = Kept(text, parts, tuple(item["id"] for item in output), len(text) + sum(map(len, parts)))
-        name = response["id"]
+    def _keep(self, place: tuple[str | None, str], kept: Kept) -> None:
         with self._lock:
-            self._kept[key, name] = kept
-            self._response_of.update(dict.fromkeys(((key, each) for each in kept.ids), name))
+            self._kept[place] = kept
             self._num_bytes += kept.num_bytes
             while self._num_bytes > self._max_bytes:
                 self._drop(next(iter(self._kept)))
@@ -595,8 +587,6 @@ class KeptResponses:
     def _drop(self, place: tuple[str | None, str]) -> None:
         if (kept := self._kept.pop(place, None)) is not None:
             self._num_bytes -= kept.num_bytes
-            for name in kept.ids:
-                self._response_of.pop((place[0], name), None)
 
 
 def _unknown(what: str, name: str, param: str | None) -> RequestRefused:

@@ -15,7 +15,7 @@ import pytest
 
 from mlx_paged.server.agents import steady_messages
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.request import ChatInput, PromptLimits, ServerRequest
+from mlx_paged.server.request import ChatInput, ServerRequest
 from mlx_paged.server.requests.chat import ChatBody, chat_request
 from mlx_paged.server.requests.responses import KeptResponses, ResponseBody
 from mlx_paged.server.texts import LoadedTexts
@@ -384,7 +384,7 @@ def test_later_system_messages_keep_their_place(template: str, folder: Path) -> 
     texts = LoadedTexts(SimpleNamespace(key=None, tokenizer=tokenizer, model=None, config={}), {}, None)
     turns = []
     for end in (3, 6, 9):
-        prompt = texts.make_prompt(ChatInput(copy.deepcopy(LATER[:end])), PromptLimits())
+        prompt = texts.make_prompt(ChatInput(copy.deepcopy(LATER[:end])))
         turns.append(texts.decode(prompt.tokens))
     for word in ("One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine"):
         assert turns[-1].count(word) == 1

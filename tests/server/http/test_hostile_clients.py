@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
+from mlx_paged.server.app import Gate
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.http import Gate
-from mlx_paged.server.prompting import check_images
 from mlx_paged.server.request import ChatInput
+from mlx_paged.server.texts import check_images
 from tests.support.models.tiny_model import VOCAB
 from tests.support.processes.server_process import ServerProcess
 
@@ -132,13 +132,12 @@ def test_long_names_are_cut_and_extreme_numbers_give_no_nan(server: ServerProces
 
 
 def test_only_images_in_data_urls_are_accepted() -> None:
-    texts: Any = SimpleNamespace(takes_images=True)
     for url in ("http://127.0.0.1/small", "http://[", "file://127.0.0.1/etc/hostname", 3):
         chat = ChatInput([{"role": "user", "content": [{"type": "image", "image_url": {"url": url}}]}])
         with pytest.raises(RequestRefused, match="must be a data URL"):
-            check_images(chat, texts)
+            check_images(chat, takes_images=True)
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eHh4"}}
-    check_images(ChatInput([{"role": "user", "content": [part]}]), texts)
+    check_images(ChatInput([{"role": "user", "content": [part]}]), takes_images=True)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,11 @@ from pydantic import AfterValidator
 from mlx_paged.server import app
 from mlx_paged.server.call_formats import TextMarks
 from mlx_paged.server.engine_thread import EngineThread
-from mlx_paged.server.prompting import PromptMaker
 from mlx_paged.server.request import Prompt, ServerRequest
 from mlx_paged.server.requests.endpoints import Endpoint
 from mlx_paged.server.requests.fields import ModelParameters, SamplingParameters
 from mlx_paged.server.requests.pieces import Head
-from mlx_paged.server.work import Begun, Generated, Work
+from mlx_paged.server.work import Generated, Work
 from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
 
@@ -188,16 +187,16 @@ def test_nothing_of_a_body_is_done_in_the_event_loop(
     seen.clear()
     texts = MagicMock(capacity=None, context_length=None)
     texts.marks = TextMarks({"normal": {}})
-    texts.make_prompt = lambda given, limits: note("prompt") or Prompt.of_tokens([1])
+    texts.complete = lambda request, _: note("prompt") or request.prompts.append(Prompt.of_tokens([1]))
 
     def submit(work: Any) -> Any:
-        work.feed([Begun(0, 0), Generated(0, 2, "a", "length")])
+        work.feed([Generated(0, 2, "a", "length", num_cached=0)])
         return work
 
     async def texts_for(key: Any) -> Any:
         return texts
 
-    service = MagicMock(prompts=PromptMaker())
+    service = MagicMock()
     service.config.strict_parameters, service.names.resolve().draft = False, None
     service.clients.name_of = lambda *_: "somebody"
     service.engine.submit, service.engine.texts_for = submit, texts_for
@@ -227,10 +226,10 @@ def test_nothing_of_a_body_is_done_in_the_event_loop(
     assert threading.current_thread() not in seen.values()
 
 
-def test_open_requests_are_listed_while_others_arrive() -> None:
+def test_open_requests_are_listed_while_others_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A WeakSet raises an error if it grows while it is read."""
-    loop = MagicMock(num_waiting=0, sequences=list)
-    engine = EngineThread(MagicMock(), MagicMock(), MagicMock(), 0.0, make_loop=lambda thread: loop)
+    monkeypatch.setattr("mlx_paged.server.engine_thread.MAX_WAITING", 10_000)
+    engine = EngineThread(MagicMock(), MagicMock(), MagicMock(), 0.0)
     held = [engine.submit(Work(None)) for _ in range(5000)]
     interval, is_over = sys.getswitchinterval(), threading.Event()
 

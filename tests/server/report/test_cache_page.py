@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlx_paged import BlockPool, LayerGroup
 from mlx_paged.prefix.prefix_cache import PrefixCache
-from mlx_paged.server.report import CACHE_PAGE_HEADERS, block_map, cache_page
+from mlx_paged.server.report import CACHE_PAGE_HEADERS, blocks_of, cache_page
 from tests.support.processes.page_document import NEEDS_NODE, page_of
 from tests.support.processes.server_process import ServerProcess
 
@@ -96,7 +96,7 @@ def test_page_shows_running_and_waiting_requests(tmp_path: Path) -> None:
 
 def blocks_by_state(pool: BlockPool) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for state, count in block_map(pool)[0]:
+    for state, count in blocks_of(pool)[0]["runs"]:
         counts[state] += count
     return counts
 

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from mlx_paged.cli.doctor.doctor import demo_place
+from mlx_paged.cli.doctor import demo_place
 from scripts.demo_model import ensure_demo_model
 from tests.support.models.tiny_model import copy_tokenizer
 

@@ -17,16 +17,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from ... import __version__
-from ...config import PagedConfig
-from ...errors import ConfigError
-from ...kernels.availability import backend, device_unsupported_reason, gpu_cores
-from ...kernels.build import compiled_by
-from ...kernels.fused_attention import NAX_RELEASE, wheel_release
-from ...kv.geometry import Geometry, PageFormat
-from ..generate import raise_cpu_cache_limit
-from ..terminal import add_version, orderly_end, rate
-from .kernels import HEADER, rows
+from .. import __version__
+from ..config import PagedConfig
+from ..errors import ConfigError
+from ..kernels.availability import backend, device_unsupported_reason, gpu_cores
+from ..kernels.build import compiled_by
+from ..kernels.fused_attention import NAX_RELEASE, wheel_release
+from .doctor_kernels import HEADER, rows
+from .generate import raise_cpu_cache_limit
+from .terminal import add_version, orderly_end, rate
 
 # Variables that are reported. Not all of the environment: it holds keys and names.
 PREFIXES = ("MLX_PAGED_", "MLX_MAX_", "MLX_METAL_", "MTL_")
@@ -38,15 +37,9 @@ def facts() -> dict[str, str]:
     """Return the versions, the system and the device, by label."""
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
     info = mx.device_info() if on_gpu else {}
-    versions = {}
-    for package in ("mlx", "mlx-lm"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
     return {
         "mlx_paged": __version__,
-        **versions,
+        **{package: metadata.version(package) for package in ("mlx", "mlx-lm")},
         "python": platform.python_version(),
         "system": _system(),
         "device": f"{mx.default_device()} {info.get('device_name', '')}".strip(),
@@ -63,17 +56,6 @@ def facts() -> dict[str, str]:
 def _system() -> str:
     release = f"macOS {mac}" if (mac := platform.mac_ver()[0]) else f"{platform.system()} {platform.release()}"
     return f"{release} {platform.machine()}"
-
-
-def _pages(page_format: PageFormat) -> str:
-    """Describe pages of this format: bytes of a token's keys and values against 16 bits, for heads of popular sizes."""
-    parts = []
-    for dim in (64, 96, 128, 256):
-        dense = Geometry(1, dim, dim, mx.bfloat16)
-        pages, why = dense.in_format(page_format, None)
-        size = f"{pages.bytes_per_token()} of {dense.bytes_per_token()} bytes" if why is None else "not quantised"
-        parts.append(f"{dim}: {size}")
-    return f"{page_format}; a head's keys and values of a token: {', '.join(parts)}"
 
 
 def _memory(info: Mapping[str, Any]) -> str:
@@ -115,10 +97,7 @@ def demo_place() -> Path:
 
 def demo_folder() -> Path | None:
     """Return the demo model's folder, or None if it is not there."""
-    try:
-        folder = demo_place()
-    except RuntimeError:
-        return None
+    folder = demo_place()
     return folder if folder.is_dir() else None
 
 
@@ -141,8 +120,8 @@ def try_demo_model(config: PagedConfig) -> tuple[bool, list[str]]:
     """
     from mlx_lm.utils import load_model
 
-    from ... import patches
-    from ...attention.dispatch import last_dispatch
+    from .. import patches
+    from ..attention.dispatch import last_dispatch
 
     folder = demo_folder()
     if folder is None:
@@ -217,9 +196,9 @@ def run(config: PagedConfig, report_file: Path | None = None) -> int:
     """
     begin = time.perf_counter()
     report = Report(report_file)
-    found = facts() | {name: value for name, value in os.environ.items() if _is_reported(name)}
-    if config.page_format is not None:
-        found["pages"] = _pages(config.page_format)
+    found = facts() | {
+        name: value for name, value in os.environ.items() if name.startswith(PREFIXES) and "KEY" not in name
+    }
     for name, value in found.items():
         report.say(f"{name:<16}{value}")
     report.say(f"\n{HEADER}\n{'-' * len(HEADER)}")
@@ -232,10 +211,6 @@ def run(config: PagedConfig, report_file: Path | None = None) -> int:
     if report_file is not None:
         print(f"the report is in {report_file}")
     return report.failed
-
-
-def _is_reported(name: str) -> bool:
-    return name.startswith(PREFIXES) and "KEY" not in name
 
 
 def _verdict(failed: int, config: PagedConfig) -> str:

@@ -1,40 +1,42 @@
-"""RankedLoop: an EngineLoop per rank; all ranks act on what rank 0 receives from clients."""
+"""RankedEngine: an EngineThread per rank; all ranks act on what rank 0 receives from clients."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
-from ..machine import MemoryReading
+from ..machine import MemoryReading, memory_readings
 from ..ranks.ranks import Ranks
-from .engine_loop import IDLE_SECONDS, TIDY_SECONDS, EngineLoop, for_seconds
+from .engine_thread import IDLE_SECONDS, TIDY_SECONDS, EngineThread, for_seconds
 from .errors import RequestRefused
-from .memory import MemoryWatch, nearest, read_memory
-from .prompting import parts_of
+from .loaded_models import LoadedModels
+from .memory import MemoryWatch, nearest
+from .report import ServerStats
 from .request import ServerRequest
+from .texts import parts_of
 from .work import Work
-
-if TYPE_CHECKING:
-    from .engine_thread import EngineThread
 
 TICK_SECONDS = 1.0  # between turns without work, in which prefixes expire and memory is given back
 
 
-class RankedLoop(EngineLoop):
-    """An EngineLoop whose turns all ranks take together.
+class RankedEngine(EngineThread):
+    """An EngineThread whose turns all ranks take together.
 
     Each turn begins with a message from rank 0: new requests with their tokens, clients that have disconnected, whether
     to end, and the time. Every rank then does the same work, including stop strings, grammars and texts; ranks without
     clients discard the answers. Without work, rank 0 sends a message every :data:`TICK_SECONDS`.
+
+    Args:
+        ranks: the ranks.
+        args: arguments of :class:`EngineThread`.
     """
 
-    def __init__(self, ranks: Ranks, thread: EngineThread) -> None:
-        is_stopping, clock = lambda: thread.is_stopping, lambda: ranks.now
-        super().__init__(thread.models, thread.requests, thread.stats, thread.memory_watch, is_stopping, clock)
+    def __init__(self, ranks: Ranks, *args: Any) -> None:
+        super().__init__(*args, clock=lambda: ranks.now)
         self.ranks = ranks
         self._message: dict[str, Any] = {}
 
@@ -65,7 +67,7 @@ class RankedLoop(EngineLoop):
         """Return the next message; without work, wait up to :data:`TICK_SECONDS` for requests."""
         until = time.monotonic() + TICK_SECONDS
         arrived = self.arrived(0)
-        while not (arrived or self.is_stopping() or self.is_busy or time.monotonic() > until):
+        while not (arrived or self.is_stopping or self.is_busy or time.monotonic() > until):
             arrived = self.arrived(IDLE_SECONDS)
         requests = []
         for work in arrived:
@@ -79,7 +81,7 @@ class RankedLoop(EngineLoop):
         gone = [work for work in self._works() if not work.is_open]
         return {
             "now": time.monotonic(),
-            "ends": self.is_stopping(),
+            "ends": self.is_stopping,
             "requests": requests,
             "gone": [work.request.number for work in gone if work.request is not None],
         }
@@ -107,19 +109,31 @@ class RankedLoop(EngineLoop):
         yield from dict.fromkeys(row.work for row in self.rows.values())
 
 
-def check_for_ranks(request: ServerRequest) -> None:
-    """Raise RequestRefused (501) for what several ranks do not support."""
+def check_for_ranks(request: ServerRequest, *, is_default: bool = True) -> None:
+    """Raise RequestRefused (501) for what several ranks do not support, such as another model than the default."""
+    if not is_default:
+        what = "several ranks serve only the model of --model, without other adapters or draft models"
+        raise RequestRefused(501, what, param="model")
     if any(part.get("type") != "text" for given in request.inputs for part in parts_of(given)):
         raise RequestRefused(501, "several ranks accept only text", param="messages")
     if request.scores_prompt:
         raise RequestRefused(501, "several ranks do not support log-probabilities of prompts", param="echo")
 
 
-def ranked_memory_watch(watermark: float, ranks: Ranks) -> MemoryWatch:
-    """Return a memory watch that, on every rank, reads the memory of the fullest rank."""
+def make_engine(
+    models: LoadedModels,
+    stats: ServerStats,
+    watermark: float,
+    timeout: float | None,
+    ranks: Ranks | None,
+) -> EngineThread:
+    """Return the engine of a server or a prompts file. On several ranks each reads the memory of the fullest one."""
+    if ranks is None:
+        return EngineThread(models, stats, MemoryWatch(watermark), timeout)
 
     def read() -> MemoryReading | None:
-        readings = ranks.exchange(read_memory())
+        readings = ranks.exchange(nearest(memory_readings()))
         return nearest([MemoryReading(*reading) for reading in readings if reading is not None])
 
-    return MemoryWatch(watermark, read, lambda: ranks.now)
+    watch = MemoryWatch(watermark, read, lambda: ranks.now)
+    return RankedEngine(ranks, models, stats, watch, timeout)

@@ -1,1 +1,0 @@
-"""The ``mlx_paged doctor`` command: what works on this machine, and how fast."""
