@@ -25,15 +25,6 @@ def snapshot(allocator: BlockAllocator) -> tuple[object, ...]:
     return counts, allocator.num_free, allocator.num_live, allocator.num_shared
 
 
-def test_ids_are_handed_out_lowest_first_and_never_the_null_block() -> None:
-    allocator = allocator_of(6)
-    assert allocator.allocate(5) == [1, 2, 3, 4, 5]
-    allocator.release([4, 2, 5])
-    assert allocator.allocate(2) == [2, 4]
-    allocator.grow(8)
-    assert allocator.allocate(3) == [5, 6, 7]
-
-
 def test_consecutive_blocks_follow_the_last_one_or_leave_room_around_them() -> None:
     allocator = allocator_of(100)
     assert allocator.find(3, NULL_BLOCK) == 1
@@ -105,19 +96,6 @@ def test_check_integrity_sees_leaks_and_missing_references() -> None:
     for holders in ([[a, b]], [[a, b], [a, b]], [[a], [a]], [[a, b], [a], [4]]):
         with pytest.raises(BlockStateError, match="reference counts differ"):
             allocator.check_integrity(holders)
-
-
-def test_check_integrity_sees_a_damaged_free_list_and_count() -> None:
-    allocator = allocator_of(4)
-    (a,) = allocator.allocate(1)
-    allocator._held[a] = 0
-    with pytest.raises(BlockStateError, match="the free blocks are not"):
-        allocator.check_integrity([[a]])
-    allocator._held[a] = 1
-    allocator.check_integrity([[a]])
-    allocator._num_shared += 1
-    with pytest.raises(BlockStateError, match="shared"):
-        allocator.check_integrity([[a]])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -199,11 +177,3 @@ def test_append_in_chunks_takes_at_most_the_counted_blocks(window: int | None, f
             num_tokens -= step
             most = max(most, group.allocator.num_live - before)
         assert most <= counted
-
-
-def test_blocks_to_append_without_a_table_equal_those_of_an_empty_one() -> None:
-    for window in (None, 5, 8):
-        pool = one_group(window)
-        for num_tokens in range(1, 30):
-            of_none = pool.groups[0].blocks_to_append(None, num_tokens)
-            assert of_none == pool.groups[0].blocks_to_append(pool.new_table(), num_tokens) == -(-num_tokens // SIZE)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kv.block_table import BlockTable
-from mlx_paged.kv.geometry import Geometry, PageFormat
+from mlx_paged.kv.geometry import Geometry
 from mlx_paged.kv.host_blocks import HostBlocks
 from mlx_paged.kv.new_tokens import NewTokens
 from tests.support.pools import DTYPES, bits, noise
@@ -83,23 +83,6 @@ def test_rows_are_fetched_left_padded() -> None:
         assert (bits(got) == bits(mx.stack([wrote[0][:, [0, 0, 1]], wrote[0][:, [4, 5, 8]]]))).all()
 
 
-def test_blocks_are_copied_and_resized() -> None:
-    blocks, table = blocks_of(3), table_of([1, 2], 8)
-    k, v = tokens(1, 8)
-    write(blocks, [table], (8,), k, v)
-    blocks.resize(7)
-    assert blocks.num_blocks == 7
-    blocks.copy([1, 2], [6, 4])
-    write(blocks, [table], (8,), -k, -v)
-    for got, wrote in zip(blocks.gather(table_of([6, 4], 8), 0), (k, v), strict=True):
-        assert (bits(got) == bits(wrote)).all()
-    blocks.resize(5)
-    for held in everything(blocks):
-        assert not held.reshape(HEADS, 5, SIZE, -1)[:, [0, 3]].any()
-    for got, wrote in zip(blocks.gather(table, 0), (k, v), strict=True):
-        assert (bits(got) == bits(-wrote)).all()
-
-
 def test_growth_that_fails_half_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks, table, zeros = blocks_of(3), table_of([1, 2], 8), mx.zeros
     k, v = tokens(1, 8)
@@ -143,9 +126,3 @@ def test_what_was_read_before_a_write_keeps_its_values(then: str, ids: list[int]
         write(blocks, [target], (target.length,), *tokens(9, target.length, heads=heads))
     for got, kept, wrote in zip(pending, copied, (k, v), strict=True):
         assert (bits(got) == bits(wrote + 1)).all() and (bits(kept) == bits(wrote)).all()
-
-
-def test_tensors_have_the_size_that_the_geometry_says() -> None:
-    for page_format in (None, PageFormat(8, 4, 32), PageFormat(4, 4, 64)):
-        geometry = Geometry(2, 128, 256, mx.bfloat16, page_format)
-        assert HostBlocks(geometry, 4, 6).nbytes == 6 * 4 * geometry.bytes_per_token()

@@ -10,15 +10,12 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.kv.attention_params import QueryHeads
-from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.lock import HeldLocks
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.prefix_cache import PrefixCache
 from mlx_paged.server.report import block_map
 from tests.support.cases import slow
-from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of
 from tests.support.prefixes import add, make_tree
@@ -145,20 +142,6 @@ def test_who_holds_the_lock_drops_for_a_table_that_goes_meanwhile() -> None:
     assert pool.groups[0].allocator.num_live == pool.groups[0].bytes_reserved == 0
 
 
-def test_tensors_are_dropped_on_a_gpu_too() -> None:
-    with fake_kernels():
-        pool = BlockPool([LayerGroup((0,))], block_size=4, choose_blocks=blocks_choice(True))
-        x = mx.random.normal((1, 2, 9, 8))
-        for _ in range(2):
-            table = pool.new_table()
-            pool.append_tokens(table, 9)
-            pool.set_geometry(0, x, x, batch=1, heads=QueryHeads(2))
-            pool.write_prefill(table, 0, x, x)
-            assert pool.groups[0].in_place and mx.array_equal(pool.gather_visible(table, 0)[0], x)
-            del table
-            assert pool.groups[0].bytes_reserved == 0
-
-
 def test_dropped_pool_is_freed_without_the_garbage_collector() -> None:
     gc.disable()
     try:
@@ -199,7 +182,8 @@ def test_failure_in_one_pool_releases_the_locks_of_the_others() -> None:
     assert done.is_set()
 
 
-def drop_beside_makers(rounds: int, makers: int) -> None:
+@pytest.mark.parametrize(("rounds", "makers"), [(50, 2), *slow((6000, 3))])
+def test_tables_are_dropped_while_other_threads_make_some(rounds: int, makers: int) -> None:
     """Make, write and drop tables in one thread while others make and drop some; now and then none is left."""
     pool, stop = small_pool(), threading.Event()
 
@@ -232,15 +216,6 @@ def drop_beside_makers(rounds: int, makers: int) -> None:
     threads.clear()
     pool.check_integrity()
     assert pool.groups[0].allocator.num_live == pool.groups[0].bytes_reserved == 0
-
-
-def test_tables_are_dropped_while_other_threads_make_some() -> None:
-    drop_beside_makers(50, 2)
-
-
-@pytest.mark.slow
-def test_tables_are_dropped_while_other_threads_make_some_for_long() -> None:
-    drop_beside_makers(6000, 3)
 
 
 def test_stats_and_block_map_do_not_wait_for_the_lock() -> None:
