@@ -101,18 +101,6 @@ def test_decode_of_a_merged_batch_equals_each_row_alone() -> None:
         check_decode(pool, batch, rows, seed)
 
 
-def test_all_layers_share_one_offset_array_per_step() -> None:
-    pool = pool_of()
-    batch = merged([sequence(pool, n, seed=n) for n in (5, 9)])
-    for _ in range(3):
-        reserve(batch)
-        first = batch[0].offset
-        assert all(cache.offset is first for cache in batch)
-        for cache, (q, k, v) in zip(batch, random_step(2, 1, 0), strict=True):
-            cache.attend(q, k, v, AttentionParams(SCALE))
-    assert batch[0].offset.tolist() == [8, 12]
-
-
 def test_failed_reserve_changes_nothing() -> None:
     pool = pool_of(200_000)
     solo = [sequence(pool, n, seed=n) for n in (8, 7, 16)]

@@ -19,7 +19,6 @@ from mlx_paged.cache.lazy_kv import lazy_kv_of
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kv import device_blocks
-from mlx_paged.kv import group as group_module
 from mlx_paged.kv.attention_params import AttentionParams, Window
 from mlx_paged.kv.choice import blocks_choice
 from tests.support.kernels.fake_kernels import fake_kernels
@@ -224,32 +223,6 @@ def test_commit_raises_if_a_layer_did_not_attend() -> None:
         pack.commit()
     pack.undo_reserve()
     assert all([row.offset(layer) for row in rows] == list(LENGTHS) for layer in range(LAYERS))
-
-
-def test_the_layers_of_a_large_pack_are_computed_as_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group paces its layers at their writes, as for any large chunk in place."""
-    monkeypatch.setattr(group_module, "PACED_TOKENS", TOKENS)
-    monkeypatch.setattr(group_module, "LAYERS_AHEAD", 1)
-    begun: list[mx.array] = []
-    awaited: list[mx.array] = []
-    with fake_kernels():
-        pool = pool_of("kernel")
-        parts, expected, rows = noise(94, TOKENS, 1), sequences(pool), sequences(pool)
-        pack, caches = pack_of(rows)
-        monkeypatch.setattr(mx, "async_eval", lambda *arrays: begun.extend(arrays))
-        monkeypatch.setattr(mx, "eval", lambda *arrays: awaited.extend(arrays))
-        outputs, fences, waits = [], [], []
-        for layer, cache in enumerate(caches):
-            with pool.lock:
-                outputs.append(cache.attend(*parts[layer], AttentionParams(SCALE)))
-                fences.append(len(begun))
-                waits.append(len(awaited))
-        monkeypatch.undo()
-        assert fences[0] >= 1 and fences == sorted(set(fences)), "each layer is begun before the next one is built"
-        assert waits[0] == waits[1] < waits[2], "the write of a group's second layer waits for its first"
-        pack.commit()
-        for layer, output in enumerate(outputs):
-            assert_close(output, expected_of(expected, parts, layer))
 
 
 def test_mismatched_shapes_and_sequences_are_refused() -> None:

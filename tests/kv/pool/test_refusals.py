@@ -132,6 +132,9 @@ def test_writing_behind_the_window_is_refused() -> None:
 def test_appending_no_tokens_or_reading_before_any_write_is_refused() -> None:
     pool = pool_of()
     table = pool.new_table()
+    with pytest.raises(BlockStateError, match="nothing has been written"):
+        pool.blocks_of(0)
+    assert pool.ready(0) == []
     for reserved in (0, 3):
         with pytest.raises(BlockStateError, match="nothing has been written"):
             pool.gather_visible(table, 0)
