@@ -131,15 +131,6 @@ def test_rows_of_random_steps_equal_those_of_the_host(uploads):
     assert len(uploads) > 10
 
 
-def test_rows_of_another_shape_are_counted_correctly(uploads):
-    array = kernel_build.DeviceRows()
-    for shape in ((2, 4), (4, 2), (8,), (2, 4)):
-        rows = np.arange(8, dtype=np.int32).reshape(shape)
-        for _ in range(3):
-            assert np.array_equal(np.array(array.of(rows)), rows)
-            rows = rows + 1
-
-
 def test_unread_counted_rows_are_uploaded_again_after_a_limit(uploads):
     array, rows = kernel_build.DeviceRows(), np.ones((2, 1), np.int32)
     for step in range(2 * kernel_build.MAX_INCREMENTS + 2):

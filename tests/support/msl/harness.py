@@ -180,6 +180,19 @@ def to_mlx(x):
     return x_mlx.view(mx.bfloat16) if isinstance(x, emulator.BF16) else x_mlx
 
 
+def attention64(q, keys, values, seen, scale, softcap=None, sink=-np.inf):
+    """Return float64 attention of queries ``[n, dim]`` over keys and values ``[context, dim]``. Each query sees those in
+    ``seen`` ``[n, context]``; its result is 0 if it sees none."""
+    q, keys, values = (x.astype(np.float64) for x in (q, keys, values))
+    s = q @ keys.T * scale
+    s = np.where(seen, softcap * np.tanh(s / softcap) if softcap else s, -np.inf)
+    top = np.maximum(s.max(1, keepdims=True, initial=-np.inf), sink)
+    top[np.isinf(top)] = 0.0
+    p = np.exp(s - top)
+    total = p.sum(1, keepdims=True) + np.exp(sink - top)
+    return p @ values / np.where(total, total, 1.0)
+
+
 class Case:
     """A pool with stale NaN in every unused slot, permuted blocks, and tables that are poisoned outside the window."""
 
@@ -265,23 +278,20 @@ class Case:
         self._fill()
         return tuple(new)
 
+    def keys_and_values(self, b, head):
+        """Return what a query head of a sequence attends to, ``[context, dim]`` each."""
+        return (x[head // (self.n_q // self.n_kv)] for x in self.rows[b])
+
     def reference(self):
         """Return float64 attention over the dense rows."""
-        q = to_float(self.q).astype(np.float64)
-        out = np.zeros((*q.shape[:3], self.rows[0][1].shape[-1]))
-        for b, h, j in np.ndindex(*q.shape[:3]):
-            lo, hi = self.starts[b, j], self.ends[b, j]
-            if lo >= hi:
-                continue
-            k, v = (x[h // (self.n_q // self.n_kv), lo:hi].astype(np.float64) for x in self.rows[b])
-            s = k @ q[b, h, j] * self.scale
-            if self.softcap:
-                s = self.softcap * np.tanh(s / self.softcap)
-            sink = float(self.sinks[h]) if self.sinks is not None else -np.inf
-            top = max(s.max(), sink)
-            p = np.exp(s - top)
-            out[b, h, j] = p @ v / (p.sum() + np.exp(sink - top))
-        return out
+        q, heads = to_float(self.q), []
+        for b, head in np.ndindex(*q.shape[:2]):
+            keys, values = self.keys_and_values(b, head)
+            position = np.arange(len(keys))
+            seen = (position >= self.starts[b][:, None]) & (position < self.ends[b][:, None])
+            sink = float(self.sinks[head]) if self.sinks is not None else -np.inf
+            heads.append(attention64(q[b, head], keys, values, seen, self.scale, self.softcap, sink))
+        return np.stack(heads).reshape(*q.shape[:3], -1)
 
     def variant(self):
         """Return the variant of the portable body, with the partitions of 8 KV heads or more."""

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_paged.kernels import check, ops, prefill
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
-from tests.support.msl.harness import tensor_kernel, to_float
+from tests.support.msl.harness import attention64, tensor_kernel, to_float
 
 
 @contextmanager
@@ -125,7 +125,9 @@ class Pack:
 
     def _first_seen(self, position):
         """Return the first position that a token sees: with a stride of the window's size, the start of its chunk."""
-        return -(-max(0, position - self.window + 1) // self.stride) * self.stride if self.window else 0
+        if not self.window:
+            return 0 * position
+        return -(-np.maximum(position - self.window + 1, 0) // self.stride) * self.stride
 
     def _quantize(self, pools):
         """Make quantised pages of the pools; from here on, rows are their dequantised values."""
@@ -152,23 +154,19 @@ class Pack:
 
     def reference(self):
         """Return float64 attention over the dense rows."""
-        q = to_float(self.q).astype(np.float64)
-        out = np.zeros((*q.shape[:3], self.rows[0][1].shape[-1]))
-        token, group = 0, self.n_q // self.n_kv
-        for count, length, (keys, values) in zip(self.counts, self.lengths, self.rows, strict=True):
-            for own in range(length - count, length):
-                lo = self._first_seen(own)
-                for h in range(self.n_q):
-                    k, v = (x[h // group, lo : own + 1].astype(np.float64) for x in (keys, values))
-                    s = k @ q[token, h, 0] * self.scale
-                    if self.softcap:
-                        s = self.softcap * np.tanh(s / self.softcap)
-                    sink = -np.inf if self.sinks is None else float(self.sinks[h])
-                    top = max(s.max(), sink)
-                    p = np.exp(s - top)
-                    out[token, h, 0] = p @ v / (p.sum() + np.exp(sink - top))
-                token += 1
-        return out
+        q, first, parts = to_float(self.q), 0, []
+        for count, length, rows in zip(self.counts, self.lengths, self.rows, strict=True):
+            own, position = np.arange(length - count, length)[:, None], np.arange(length)
+            seen = (position <= own) & (position >= self._first_seen(own))
+            heads = []
+            for head in range(self.n_q):
+                keys, values = (x[head // (self.n_q // self.n_kv)] for x in rows)
+                sink = -np.inf if self.sinks is None else float(self.sinks[head])
+                of_head = q[first : first + count, head, 0]
+                heads.append(attention64(of_head, keys, values, seen, self.scale, self.softcap, sink))
+            parts.append(np.stack(heads, axis=1)[:, :, None])
+            first += count
+        return np.concatenate(parts)
 
     def prepare(self, **options):
         """Return the launch for this pack."""
