@@ -181,8 +181,10 @@ def to_mlx(x):
 
 
 def attention64(q, keys, values, seen, scale, softcap=None, sink=-np.inf):
-    """Return float64 attention of queries ``[n, dim]`` over keys and values ``[context, dim]``. Each query sees those in
-    ``seen`` ``[n, context]``; its result is 0 if it sees none."""
+    """Return float64 attention of queries ``[n, dim]`` over keys and values ``[context, dim]``.
+
+    Each query sees those in ``seen`` ``[n, context]``; its result is 0 if it sees none.
+    """
     q, keys, values = (x.astype(np.float64) for x in (q, keys, values))
     s = q @ keys.T * scale
     s = np.where(seen, softcap * np.tanh(s / softcap) if softcap else s, -np.inf)
