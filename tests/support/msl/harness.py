@@ -272,6 +272,7 @@ class Case:
     def take_out_newest(self):
         """Return the keys and values of each sequence's newest token, for the call's `append`, and make its slot NaN
         again."""
+        self._full = {"k_pool": to_float(self.k_pool), "v_pool": to_float(self.v_pool)}
         new = []
         for which, pool in enumerate(self._dense):
             new.append(mx.array(np.stack([row[which][:, -1:] for row in self._given])).astype(self.dtype))
@@ -279,6 +280,10 @@ class Case:
                 pool[self.tables[b, (end - 1) // self.block_size], :, (end - 1) % self.block_size] = np.nan
         self._fill()
         return tuple(new)
+
+    def is_full_again(self, written):
+        """Return whether a launch has stored the tokens that were taken out, and nothing else."""
+        return all(np.array_equal(to_float(written[name]), x, equal_nan=True) for name, x in self._full.items())
 
     def keys_and_values(self, b, head):
         """Return what a query head of a sequence attends to, ``[context, dim]`` each."""
