@@ -150,45 +150,6 @@ def test_cache_of_a_finished_request_is_dropped_for_others() -> None:
 # Prefixes ---------------------------------------------------------------------------------------------------------
 
 
-def test_computed_prefix_is_not_computed_again() -> None:
-    pool = make_pool()
-    tree = PrefixCache(pool)
-    engine = ToyEngine(pool, prefixes=SharedPrefixes(tree))
-    prompt = prompt_of(22)
-    first = engine.add(prompt, max_tokens=6)
-    engine.run()
-    computed = engine.engine.computed_prompt_tokens
-    later = [*prompt, *answer(prompt, 6), 1, 2, 3]
-    second = engine.add(later, max_tokens=6)
-    engine.run()
-    assert_answered(engine, first, prompt, 6)
-    assert_answered(engine, second, later, 6)
-    num_cached = engine.responses[second][0].num_cached
-    assert num_cached == (len(prompt) + 6) // BLOCK_SIZE * BLOCK_SIZE
-    assert engine.engine.computed_prompt_tokens - computed == len(later) - num_cached
-    tree.check_integrity()
-
-
-def test_given_cache_is_continued_from_and_left_unchanged() -> None:
-    pool = make_pool()
-    engine = ToyEngine(pool)
-    prompt = prompt_of(10)
-    first = engine.add(prompt, max_tokens=5)
-    engine.run()
-    row = engine.responses[first][-1].request
-    assert row is not None and row.caches is not None
-    given, known = row.caches, list(engine.responses[first][-1].all_tokens or ())
-    held = given[0].offset
-    known = known[:held]
-    uids = [engine.add([7, seed], caches=given, history=known, max_tokens=5) for seed in (1, 2)]
-    engine.run()
-    for uid, seed in zip(uids, (1, 2), strict=True):
-        assert engine.tokens(uid) == answer([*known, 7, seed], 5)
-        assert engine.responses[uid][-1].all_tokens == [*known, 7, seed, *engine.tokens(uid)]
-    assert given[0].offset == held
-    pool.check_integrity()
-
-
 # Requests that go -------------------------------------------------------------------------------------------------
 
 

@@ -14,13 +14,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
-from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.engine import compiled_step
-from mlx_paged.engine.compiled_step import compiled_steps, rows_of
-from mlx_paged.errors import BlockStateError, PoolExhaustedError
+from mlx_paged.engine.compiled_step import compiled_steps
+from mlx_paged.errors import BlockStateError
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import CheckResult
 from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
@@ -268,37 +266,6 @@ def test_compiled_step_runs_on_the_stream_of_another_thread(monkeypatch: pytest.
         thread.start()
         thread.join()
         assert len(results) == 3 and results[1] == results[2]
-
-
-BLOCK_BYTES = 2 * 4 * 2 * 8 * 4  # keys and values of two layers
-
-
-def full_pool() -> tuple[BlockPool, SequenceTables]:
-    """Return a pool of two groups of two layers with one free block, and a sequence at a block's end."""
-    pool = BlockPool([LayerGroup((0, 1)), LayerGroup((2, 3))], block_size=4, memory_budget=5 * BLOCK_BYTES)
-    x = mx.zeros((1, 1, 1, 8))
-    for layer in (0, 2):
-        pool.set_geometry(layer, x, x, batch=1)
-    sequence = SequenceTables(pool)
-    for layer in range(4):
-        sequence.begin_layer(layer, 4)
-    return pool, sequence
-
-
-def test_step_changes_no_layer_if_a_group_has_no_free_block() -> None:
-    pool, sequence = full_pool()
-    caches = [PagedKVCache(sequence, layer) for layer in range(4)]
-    assert rows_of(caches) is sequence
-    with pytest.raises(PoolExhaustedError):
-        sequence.begin_all()
-    assert [cache.offset for cache in caches] == [4] * 4
-    pool.check_integrity()
-    batch = Batch(pool, [sequence])
-    assert rows_of([PagedBatchKVCache(batch, layer) for layer in range(4)]) is not None
-    failed = batch.reserve()
-    assert failed is not None and isinstance(failed.error, PoolExhaustedError)
-    assert batch.lengths(0) == batch.lengths(2) == [4]
-    pool.check_integrity()
 
 
 def test_a_step_of_one_token_is_taken_by_all_layers_or_by_none() -> None:

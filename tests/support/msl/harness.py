@@ -16,9 +16,10 @@ from mlx_paged.kernels.launch_shape import (
     MATRIX_BODIES,
     MOST_GROUPS,
     SHARED_BODIES,
+    shape_for,
 )
 from scripts.support.paged_decode import decode_variants, paged_decode
-from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
+from tests.support.kernels.quantized_pages import UNSET, dequantized, page_shape, pages_of, quantized
 from tests.support.msl import emulator
 
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.
@@ -300,11 +301,11 @@ class Case:
             heads.append(attention64(q[b, head], keys, values, seen, self.scale, self.softcap, sink))
         return np.stack(heads).reshape(*q.shape[:3], -1)
 
-    def variant(self):
-        """Return the variant of the portable body, with the partitions of 8 KV heads or more."""
+    def variant(self, body=-1):
+        """Return the variant of the portable body, or with 0 the fastest, with the partitions of 8 KV heads or more."""
         extras = {"softcap": self.softcap is not None, "sinks": self.sinks is not None}
-        portable = decode_variants(self.k_pool, self.v_pool, self.n_q, pages=self.pages, **extras)[-1]
-        return portable._replace(groups=MOST_GROUPS)
+        variants = decode_variants(self.k_pool, self.v_pool, self.n_q, pages=self.pages, **extras)
+        return variants[body]._replace(groups=MOST_GROUPS)
 
     def run(self, fence=None, **options):
         """Return (out as float32 NumPy, fence) of paged_decode, with the portable body unless a variant is given."""
@@ -324,3 +325,55 @@ class Case:
             **options,
         )
         return to_float(out), fence
+
+
+DECODE_BODIES = {  # over dense and over quantised pages
+    "portable": ("paged_decode", "quantized_decode"),
+    "matrix": MATRIX_BODIES,
+    "tensor": ("paged_decode_tensor", "quantized_decode_tensor"),
+}
+
+
+def launch(case, kind="portable", *, backend=None, cores=None, shape=(), edits=(), append=None, **options):
+    """Run a decode body on the emulator; return (out as float32 NumPy, the Emulated).
+
+    Args:
+        kind: of DECODE_BODIES.
+        cores: of the GPU, which determine the launch's shape.
+        shape: changes of the launch's shape.
+        edits: mutations of the body.
+        options: ``max_visible``, or arguments of :func:`emulated`.
+    """
+    body = DECODE_BODIES[kind][case.pages is not None]
+    given = {"append": append, "max_visible": options.pop("max_visible", None)}
+    options["edit"] = {**options.get("edit", {}), body: edits}
+    with emulated(backend or ("cuda" if kind == "tensor" else "metal"), **options) as fake:
+        variant = case.variant(0 if kind == "tensor" else -1)._replace(body=body)
+        out, fence = case.run(variant=variant, launch_shape=shape_for(variant, cores)._replace(**dict(shape)), **given)
+    assert int(np.asarray(fence)[0]) == 8 and {name for name, _ in fake.calls} <= {body, "merge_partitions"}
+    return out, fake
+
+
+TOLERANCE = {mx.float32: 3e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
+KINDS = {  # of decode bodies, and what their cases have unless they say otherwise
+    "portable": {"group_size": 32, "dtype": mx.float32},
+    "matrix": {"group_size": 32, "dtype": mx.bfloat16, "heads": (8, 1)},
+    "tensor": {"group_size": 64, "dtype": mx.float16},
+}
+
+
+def decode_case(contexts, bits=None, kind="portable", **options):
+    """Return a case for a kind of body, over quantised pages unless ``bits`` is None."""
+    options = {**KINDS[kind], **options}
+    dim, value_dim, size = options.get("head_dim", 64), options.get("value_dim") or 0, options.pop("group_size")
+    pages = bits and page_shape(dim, bits, size, options["dtype"], value_dim)
+    return Case(contexts, pages=pages, **options)
+
+
+def check_decode(case, kind="portable", **options):
+    """Compare a launch's output, which is returned, with the reference."""
+    if kind == "portable":  # short contexts are split, too; the bodies for matrices have single partitions
+        options["shape"] = {"first": 0, **options.get("shape", {})}
+    out, _ = launch(case, kind, **options)
+    np.testing.assert_allclose(out, case.reference(), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+    return out
