@@ -20,7 +20,6 @@ from tests.support.msl.prefill_harness import Pack, emulated
 TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 2e-2}
 DIMS = [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM]
 RAGGED = [5, 40, 1, 130], [0, 30, 64, 3]
-SLOW = pytest.mark.slow
 # Every launch shape that the texts support; the second one has one buffer over quantised pages.
 CUTS = [PrefillShape(4, 1, 32, 1, False, 2), PrefillShape(2, 2, 32, 2, True, 1), PrefillShape(1, 2, 64, 1, True, 1)]
 
