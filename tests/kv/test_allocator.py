@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from mlx_paged.errors import BlockStateError
 from mlx_paged.kv.allocator import NULL_BLOCK, SPACING, BlockAllocator
-from mlx_paged.kv.budget import Append, PoolBudget
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 
@@ -155,25 +154,3 @@ def test_append_takes_exactly_the_counted_blocks(window: int | None) -> None:
         assert allocator.num_live - before == counted, "the other owner keeps a copied block"
         assert shared <= (counted > 0)
         pool.check_integrity()
-
-
-@pytest.mark.parametrize("window", [None, 6, 8, 13])
-@pytest.mark.parametrize("forked", [False, True])
-def test_append_in_chunks_takes_at_most_the_counted_blocks(window: int | None, forked: bool) -> None:
-    rng = random.Random(f"{window} {forked}")
-    for _ in range(40):
-        pool, chunk = one_group(window), rng.choice([3, 4, 7])
-        group, table = pool.groups[0], pool.new_table()
-        for _ in range(rng.randrange(6)):
-            pool.append_tokens(table, rng.randrange(1, 6))
-        pool.slide([table])
-        num_tokens = rng.randrange(1, 40)
-        counted = group.blocks_to_append(table, num_tokens, chunk=chunk, forked=forked)
-        assert counted == PoolBudget(pool, chunk=chunk)._blocks(0, Append(table, num_tokens, forked))
-        target, before, most = pool.fork(table) if forked else table, group.allocator.num_live, 0
-        while num_tokens:
-            step = min(chunk, num_tokens)
-            pool.append_tokens(target, step)
-            num_tokens -= step
-            most = max(most, group.allocator.num_live - before)
-        assert most <= counted

@@ -58,31 +58,6 @@ def test_tokens_round_trip_bit_for_bit_and_touch_nothing_else(dtype: mx.Dtype) -
         assert not kept[:, [0, 2, 5, 7]].any() and not kept[:, 1, 2:].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_and_packs_go_to_their_own_slots(dtype: mx.Dtype) -> None:
-    blocks, tables = blocks_of(9, dtype), [table_of([5, 2], 8), table_of([7], 1), table_of([1, 4], 6)]
-    k, v = tokens(1, 1, batch=3, dtype=dtype)
-    write(blocks, tables, (1, 1, 1), k, v)
-    for row, table in enumerate(tables):
-        for got, wrote in zip(blocks.gather(table, 0), (k, v), strict=True):
-            assert (bits(got[:, :, -1:]) == bits(wrote[row : row + 1])).all()
-    k, v = tokens(7, 1, batch=6, dtype=dtype)
-    write(blocks, tables, (3, 1, 2), k, v)
-    for table, span in zip(tables, (slice(0, 3), slice(3, 4), slice(4, 6)), strict=True):
-        for got, wrote in zip(blocks.gather(table, 0), (k, v), strict=True):
-            own = wrote[span].swapaxes(0, 2)
-            assert (bits(got[:, :, -own.shape[2] :]) == bits(own)).all()
-
-
-def test_rows_are_fetched_left_padded() -> None:
-    blocks = blocks_of(8)
-    k, v = tokens(1, 12)
-    write(blocks, [table_of([3, 5, 2], 12)], (12,), k, v)
-    slots = np.array([[12, 12, 13], [20, 21, 8]])
-    for got, wrote in zip(blocks.fetch(blocks.index_of(slots)), (k, v), strict=True):
-        assert (bits(got) == bits(mx.stack([wrote[0][:, [0, 0, 1]], wrote[0][:, [4, 5, 8]]]))).all()
-
-
 def test_growth_that_fails_half_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks, table, zeros = blocks_of(3), table_of([1, 2], 8), mx.zeros
     k, v = tokens(1, 8)

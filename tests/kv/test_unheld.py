@@ -68,25 +68,6 @@ def test_memory_is_back_when_the_last_user_is_gone(patched: None, way: str) -> N
         gc.enable()
 
 
-def test_the_last_release_drops_the_tensors() -> None:
-    pool = small_pool()
-    assert pool.stats().bytes_reserved == 0
-    tables = [pool.new_table(), pool.new_table()]
-    for table in tables:
-        pool.append_tokens(table, 400)
-    fork = pool.fork(tables[0])
-    for table in tables:
-        pool.release_table(table)
-        assert pool.stats().bytes_reserved > 0
-    pool.trim(fork, 400)
-    assert pool.stats().bytes_reserved == 0 and pool.stats().total_blocks == 0
-    pool.append_tokens(fork, 9)
-    x = mx.random.normal((1, 1, 9, 8))
-    pool.write_prefill(fork, 0, x, x)
-    assert mx.array_equal(pool.gather_visible(fork, 0)[0], x)
-    pool.check_integrity()
-
-
 @pytest.mark.parametrize(
     "end",
     [PrefixCache.clear, lambda tree: tree.pool.memory.evict(1 << 40), lambda tree: None],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_THREADGROUP_BYTES, Variant, shape_for
+from mlx_paged.kernels.ops import variants_of
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl.emulator import EmuError
@@ -132,6 +133,31 @@ def test_window(kind, bits, starts):
     check(case_of([5, 15, 16, 150], bits, kind, starts=starts, sinks=True), kind)
 
 
+STARTS = [0, 31, 32, 40, 63]
+EVERY_START = crossed(["portable", "matrix"], [DENSE, PAGES], [64, 128, 320, 512, 1024], [list(range(64))])
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "window", "starts"),
+    [("portable", PAGES, 128, STARTS), ("portable", PAGES, 320, STARTS), *slow(*EVERY_START)],
+)  # fmt: skip
+def test_windows_that_begin_inside_a_partition(kind, bits, window, starts):
+    """GPUs of different numbers of cores have partitions of 128, 64 and 32 tokens. The merge reads no unwritten one."""
+    options = {"dtype": mx.bfloat16, "block_size": 32, "sinks": True, "heads": (8 if kind == "matrix" else 2, 1)}
+    for cores in (20, 32, 38):
+        case = case_of([start + window for start in starts], bits, kind, starts=starts, **options)
+        out, _ = launch(case, kind, cores=cores, checked=False, orders=(0,), max_visible=window)
+        np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
+
+
+def test_a_first_partition_without_a_visible_token_is_caught():
+    edit = {body: [("PART < 64 ? PART : 64", "64")] for body in ("paged_decode", "merge_partitions")}
+    case = case_of([360], starts=[40], heads=(2, 1), dtype=mx.bfloat16, block_size=32)
+    with pytest.raises((EmuError, AssertionError)):
+        out, _ = launch(case, cores=38, checked=False, orders=(0,), edit=edit, max_visible=320)
+        np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize(
     ("sinks", "kind", "bits"), quick([(x, *form) for x in (False, True) for form in FORMS], (False, "portable", PAGES),
     (True, "portable", DENSE), (False, "matrix", PAGES), (False, "tensor", PAGES))
@@ -164,6 +190,24 @@ def test_bits_do_not_depend_on_batchmates(sinks, kind, bits):
             setattr(case, name, x[b : b + 1, :blocks] if name == "tables" else x[b : b + 1])
         alone, _ = launch(case, kind, checked=False, orders=(0,))
         assert alone[0].tobytes() == together[b].tobytes()
+
+
+@pytest.mark.parametrize(("gqa", "bits"), quick(crossed([4, 8], [DENSE, PAGES]), (4, DENSE), (8, PAGES)))
+def test_partitions_of_one_kv_head(gqa, bits):
+    """Rows of one partition, of several, and of several sizes, alone and behind a window."""
+    contexts, options = [1, 64, 65, 300, 700], {"heads": (gqa, 1), "dtype": mx.bfloat16, "block_size": 32}
+    for starts in ([0] * 5, [0, 33, 40, 7, 500]):
+        case = case_of(contexts, bits, starts=starts, **options)
+        with emulated(checked=False, orders=(0,)) as fake:
+            variant = variants_of(mx.bfloat16, 64, 64, gqa, 1, 32, False, False, case.pages)[0]
+            out, _ = case.run(variant=variant, launch_shape=shape_for(variant, 10))
+        np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
+        assert variant.groups == 1 and [body for body, _ in fake.calls][1:] == ["merge_partitions"]
+    with emulated(checked=False, orders=(0,)) as fake:
+        case = case_of(contexts[:2], bits, **options)
+        out, _ = case.run(variant=variant, launch_shape=shape_for(variant, 10), max_visible=33)
+    np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
+    assert len(fake.calls) == 1
 
 
 def test_max_visible_does_not_change_the_result():

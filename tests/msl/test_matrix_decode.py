@@ -43,16 +43,6 @@ def test_sweep(head_dim: int, gqa: int, bits: tuple[int, int] | None) -> None:
         check(case_of([300, 70], starts=[n * 9, 33], sinks=n % 3 == 0, dtype=dtype, **options), "matrix", checked=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [None, (8, 4)], ids=str)
-@pytest.mark.parametrize("window", [64, 128, 256, 512])
-def test_every_start_of_a_window(window: int, bits: tuple[int, int] | None) -> None:
-    starts = list(range(64))
-    for cores in (20, 32, 38):
-        case = case_of([start + window for start in starts], bits, starts=starts, block_size=32)
-        check(case, "matrix", cores=cores, checked=False, max_visible=window)
-
-
 @pytest.mark.parametrize(
     ("contexts", "window", "merged"), [([256, 9], None, []), ([900, 870], 128, []), ([257], None, ["merge_partitions"])]
 )
