@@ -3,9 +3,8 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.ops import latent_variants_of
-from tests.support.msl.harness import Case, to_float
+from tests.support.msl.harness import Case
 
 
 class LatentCase(Case):
@@ -28,13 +27,5 @@ class LatentCase(Case):
         latents, rotated = (x[0] for x in self.rows[b])
         return np.concatenate([latents, rotated], axis=1), latents
 
-    def run(self, append=None, variant=None, launch_shape=None, max_visible=None):
-        """Return (out as float32 NumPy, fence) of a launch, of the portable body unless a variant is given."""
-        visible = mx.array(self.tables), mx.array(self.ends), mx.array(self.starts)
-        launch = kernels.prepare_decode(
-            self.k_pool, self.v_pool, visible, n_q_heads=self.n_q, scale=self.scale, max_visible=max_visible,
-            append=append is not None, variant=variant or self.variant(), launch_shape=launch_shape, latent=True,
-        )  # fmt: skip
-        fence = mx.array([7], mx.uint32)
-        out, fence = launch(self.q, self.k_pool, self.v_pool, fence, None, *(append or ()))
-        return to_float(out), fence
+    def run(self, **options):
+        return super().run(latent=True, **options)

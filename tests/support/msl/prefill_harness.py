@@ -39,14 +39,8 @@ def emulated(
 
 
 @contextmanager
-def emulated_self_check(
-    arrays_of: Callable[[Any, dict[str, Any]], list[mx.array]],
-) -> Iterator[Callable[[tuple[str, str]], None]]:
-    """Run the self-check's kernel on the emulator, with faked writes; yield a function that plants a mutation.
-
-    Args:
-        arrays_of: launches an emulated kernel with these options and returns its outputs as MLX's arrays.
-    """
+def emulated_self_check() -> Iterator[Callable[[tuple[str, str]], None]]:
+    """Run the self-check's kernel on the emulator, with faked writes; yield a function that plants a mutation."""
     edits: list[tuple[str, str]] = []
     with fake_kernels() as fake, emulated(edits, orders=(0,), checked=False):
         build, launched = prefill.build_kernel, prefill.PrefillLaunch.__call__
@@ -59,7 +53,12 @@ def emulated_self_check(
 
         def build_arrays(body: str, constants: Any) -> Callable[..., list[mx.array]]:
             kernel = build(body, constants)
-            return lambda **options: arrays_of(kernel, options)
+
+            def launch(**options: Any) -> list[mx.array]:
+                outs = zip(kernel(**options), options["output_dtypes"], strict=True)
+                return [mx.array(np.asarray(out)).view(dtype) for out, dtype in outs]
+
+            return launch
 
         with (
             mock.patch.object(prefill, "build_kernel", build_arrays),
