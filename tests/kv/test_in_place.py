@@ -51,35 +51,6 @@ def run_schedule(operations: list[tuple[str, int, int]]) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_growth_keeps_the_blocks_even_if_it_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_paged.kv.group.IN_PLACE_FIRST_BYTES", 0)
-    twin = Twin()
-    twin.new()
-    for count in (40, 70, 1):
-        twin.append(0, count)
-    pool = twin.pools[0]
-    storage, known, extended, calls = pool.blocks_of(2), pool.stats().total_blocks, device_blocks._resized, 0
-
-    def fail_in_the_second_layer(blocks: mx.array, num_blocks: int) -> mx.array:
-        nonlocal calls
-        calls += 1
-        if calls == 4:  # the second layer's values; its keys have grown
-            raise RuntimeError("out of memory")
-        return extended(blocks, num_blocks)
-
-    monkeypatch.setattr(device_blocks, "_resized", fail_in_the_second_layer)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        pool.append_tokens(pool.new_table(), 10_000)
-    assert calls == 4 and storage.num_blocks > known
-    assert pool.stats().total_blocks == known
-    twin.check()
-    monkeypatch.setattr(device_blocks, "_resized", extended)
-    for count in (1, 800):
-        twin.append(0, count)
-    twin.check()
-
-
-@pytest.mark.usefixtures("kernels")
 def test_prompt_chunks_are_computed_a_few_layers_at_a_time(tmp_path: Path) -> None:
     def num_nodes(array: mx.array) -> int:
         mx.export_to_dot(str(tmp_path / "graph.dot"), array)
