@@ -55,32 +55,7 @@ def test_requests_get_their_solo_answers_in_a_batch_of_limited_size(most: int) -
     assert_released(engine)
 
 
-def test_stop_ends_a_request_with_the_stop_token() -> None:
-    engine = ToyEngine(make_pool())
-    tokens = answer(prompt_of(5), 12)
-    stop = next(token for i, token in enumerate(tokens) if i > 3 and token not in tokens[:i])
-    stopped = engine.add(prompt_of(5), max_tokens=12, stops_at=lambda token: token == stop)
-    other = engine.add(prompt_of(7), max_tokens=12)
-    engine.run()
-    assert engine.tokens(stopped) == tokens[: tokens.index(stop) + 1]
-    assert engine.responses[stopped][-1].finish_reason == "stop"
-    assert_answered(engine, other, prompt_of(7), 12)
-
-
 # Memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_full_pool_preempts_the_youngest_and_repeats_no_token() -> None:
-    pool = make_pool(num_blocks=14)
-    engine = ToyEngine(pool)
-    prompts = [prompt_of(length, seed=length) for length in (12, 10, 8)]
-    uids = [engine.add(prompt, max_tokens=20) for prompt in prompts]
-    engine.run()
-    for uid, prompt in zip(uids, prompts, strict=True):
-        assert_answered(engine, uid, prompt, 20)
-    assert pool.stats().preemptions == engine.engine.scheduler.preemptions > 0
-    assert not engine.failures
-    assert_released(engine)
 
 
 def test_each_row_has_its_own_sampler_and_processors() -> None:

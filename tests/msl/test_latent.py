@@ -5,12 +5,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import LATENT_BODIES, MAX_THREADGROUP_BYTES, Variant, shape_for
 from mlx_paged.kernels.ops import latent_variants_of, unsupported_latent
-from tests.support.cases import crossed, quick, slow
+from tests.support.cases import crossed, quick
 from tests.support.kernels.latent_cases import LatentCase
-from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import emulated
 
@@ -142,27 +140,6 @@ def test_memory_of_a_thread_group_is_bounded():
             assert shape.threadgroup_bytes(variant.gqa, 512) <= MAX_THREADGROUP_BYTES
     tensor = Variant(TENSOR, "cuda", mx.bfloat16, 576, 512, 64, 32)
     assert shape_for(tensor).latent_bytes(576) <= MOST_SHARED
-
-
-@pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
-@pytest.mark.parametrize("single", [True, *slow(False)])
-def test_the_body_for_tensor_cores_does_not_spill(single):
-    variant = Variant(TENSOR, "cuda", mx.bfloat16, 576, 512, 64, 32)
-    out = mx.bfloat16 if single else mx.float32
-    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
-    found = registers.registers_of(TENSOR, constants, None, "sm_90a")
-    assert (found.stored, found.loaded) == (0, 0), found
-
-
-@pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
-@pytest.mark.parametrize(
-    ("dtype", "gqa"), quick(crossed([mx.bfloat16, mx.float32], [16, 10, 7, 1]), (mx.float32, 7))
-)  # fmt: skip
-def test_plans_of_the_portable_body_do_not_spill(gqa, dtype):
-    variant = Variant(PORTABLE, "metal", dtype, 576, 512, gqa, 32)
-    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", False), ("O", mx.float32))
-    found = registers.registers_of(PORTABLE, constants)
-    assert (found.stored, found.loaded) == (0, 0), found
 
 
 PORTABLE_DEFECTS = {  # old, new

@@ -11,7 +11,7 @@ from mlx_paged.kernels import ops, prefill
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_GQA, MAX_TENSOR_HEAD_DIM
 from mlx_paged.kernels.prefill import PrefillShape, prefill_shape_for
 from tests.support.cases import crossed, quick, slow
-from tests.support.kernels.quantized_pages import page_shape, quantized
+from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import emulator
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import tensor_helpers, to_float
@@ -163,42 +163,16 @@ def test_prefill_needs_cuda_and_a_variant_that_is_on(monkeypatch):
 
 
 def test_shared_memory_holds_thread_groups():
-    for head_dim in DIMS:
-        for value_dim in DIMS:
-            cut = prefill_shape_for(head_dim, value_dim)
-            size = cut.shared_bytes(head_dim, value_dim)
-            assert size <= 99 << 10, "one group must fit where there is least (a 4090)"
-            assert (size + 1024) * cut.groups <= 164 << 10, "all groups must fit into an A100's core"
-            assert cut.rows >= MAX_GQA
-
-
-def rounded_once(x, form):
-    """Return the values that a GPU dequantises; on the CPU, MLX rounds the product, too."""
-    words = mx.array(quantized(x, form))
-    codes, scales, biases = form.split(words)
-    wide = mx.repeat(codes[..., None], 32 // form.bits, axis=-1) >> (
-        mx.arange(32 // form.bits, dtype=mx.uint32) * form.bits
-    )
-    wide = np.array(wide & ((1 << form.bits) - 1)).reshape(*x.shape).astype(np.float64)
-    scales, biases = (np.repeat(to_float(f).astype(np.float64), form.group_size, axis=-1) for f in (scales, biases))
-    return to_float(mx.array((scales * wide + biases).astype(np.float32)).astype(form.dtype))
-
-
-def test_quantised_prefill_equals_the_dense_kernel_over_its_values():
-    for bits, dtype in (((8, 4), mx.float16), ((4, 8), mx.bfloat16)):
-        pack = pack_of([40, 70], [30, 3], bits, dtype=dtype)
-        dense = pack_of([40, 70], [30, 3], dtype=dtype)
-        for s, pair in enumerate(pack.rows):
-            for pool, rows, form in zip(("k_pool", "v_pool"), pair, pack.pages, strict=True):
-                rows = rounded_once(pack.given[s][pool == "v_pool"], form)
-                values = to_float(getattr(dense, pool))
-                for t in range(rows.shape[1]):
-                    values[dense.tables[s, t // 16], :, t % 16] = rows[:, t]
-                setattr(dense, pool, mx.array(values).astype(dtype))
-        with emulated(checked=False, orders=(0,)):
-            out, _ = pack.run()
-            expected, _ = dense.run(launch_shape=prefill.prefill_shape_for(64, 64, pack.pages))
-        assert out.tobytes() == expected.tobytes()
+    for head_dim, value_dim, bits in crossed(DIMS, DIMS, [None, 4, 8]):
+        if bits and (head_dim % 64 or value_dim % 64):
+            continue
+        pages = bits and page_shape(head_dim, (bits, bits), 64, mx.bfloat16, value_dim)
+        cut = prefill_shape_for(head_dim, value_dim, pages)
+        staged = -(-cut.keys * max(head_dim, value_dim) * bits // 128 // (32 * cut.simdgroups)) if bits else 0
+        size = cut.shared_bytes(head_dim, value_dim) + staged * 32 * cut.simdgroups * 24
+        assert size <= 99 << 10, "one group must fit where there is least (a 4090)"
+        assert (size + 1024) * cut.groups <= (227 if bits else 164) << 10, "all must fit into a core of an H100 or A100"
+        assert bits or cut.rows >= MAX_GQA
 
 
 CODES = """
@@ -237,17 +211,6 @@ def test_dequantised_values_are_rounded_once(dtype, bits):
         # The nearer of the two neighbours; a tie may go either way.
         step = np.abs(to_float(mx.array(exact.astype(np.float32)).astype(dtype)).astype(np.float64) - exact)
         np.testing.assert_array_less(np.abs(got - exact), step * (1 + 1e-5) + 1e-12)
-
-
-def test_staged_codes_fit_into_shared_memory():
-    for head_dim in (64, 128, 256):
-        for bits in (4, 8):
-            pages = page_shape(head_dim, (bits, bits), 64, mx.bfloat16)
-            cut = prefill.prefill_shape_for(head_dim, head_dim, pages)
-            waiting = -(-cut.keys * head_dim * bits // 128 // (32 * cut.simdgroups)) * 32 * cut.simdgroups * 24
-            size = cut.shared_bytes(head_dim, head_dim) + waiting
-            assert size <= 99 << 10, "one group must fit where there is least (a 4090)"
-            assert (size + 1024) * cut.groups <= 227 << 10, "all groups must fit into an H100's core"
 
 
 DEFECTS = {  # old, new: the emulator objects, or the numbers come out wrong

@@ -88,6 +88,26 @@ def test_instances_of_popular_models_do_not_spill(body: str, head_dim: int, gqa:
     assert max(found.stored, found.loaded) <= spill_limit(body, head_dim), found
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("body", "gqa", "dtype", "single"),
+    quick(
+        [("latent_decode", gqa, dtype, False) for gqa in (16, 10, 7, 1) for dtype in DTYPES]
+        + [("latent_decode_tensor", 64, mx.bfloat16, single) for single in (False, True)],
+        ("latent_decode", 7, mx.float32, False),
+        ("latent_decode_tensor", 64, mx.bfloat16, True),
+    ),
+)
+def test_latents_do_not_spill(body: str, gqa: int, dtype: mx.Dtype, single: bool) -> None:
+    is_tensor = body == "latent_decode_tensor"
+    variant = Variant(body, "cuda" if is_tensor else "metal", dtype, 576, 512, gqa, 32)
+    out = dtype if single else mx.float32
+    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
+    limits = (None, "sm_90a") if is_tensor else ()
+    found = registers.registers_of(body, constants, *limits)
+    assert (found.stored, found.loaded) == (0, 0), found
+
+
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)

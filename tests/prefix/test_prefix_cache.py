@@ -24,15 +24,6 @@ def test_whole_blocks_are_found_and_the_last_token_is_left_to_compute() -> None:
     assert [found(cache, range(10), salt) for salt in ("a", "b", None, 1)] == [8, 0, 0, 0]
 
 
-def test_equal_beginnings_are_stored_once() -> None:
-    cache, pool = make_tree((None,))
-    for n in range(3):
-        add(cache, [*range(8), 100 + n, *range(7)])
-    assert len(cache.entries) == pool.stats().live_blocks == 2 + 3 * 2 and cache.num_leaves == 3
-    add(cache, range(8))
-    assert len(cache.entries) == 8 and cache.nbytes == pool.stats().bytes_in_use
-
-
 def test_tokens_are_compared_on_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks whose keys collide are not taken for each other."""
     monkeypatch.setattr(prefix_cache, "next_key", lambda key, tokens: key[:8] + bytes(8))

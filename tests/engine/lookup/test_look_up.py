@@ -193,12 +193,6 @@ def test_rows_are_not_looked_at_while_drafts_cannot_pay(oracle: type[Oracle], mo
     assert pool.stats().drafted_tokens == 0 and toy.tokens(0) == answer(PROMPTS[0], 12)
 
 
-def test_batches_over_one_pool_share_their_depth() -> None:
-    pool = make_pool()
-    first, second = (ToyEngine(pool).engine.drafts.proposer for _ in range(2))
-    assert first.depth is second.depth is not ToyEngine(make_pool()).engine.drafts.proposer.depth
-
-
 def test_interleaved_batches_do_not_time_each_others_steps(
     oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from mlx_paged.kernels.launch_shape import (
     shape_for,
 )
 from scripts.support.paged_decode import decode_variants, paged_decode
-from tests.support.kernels.quantized_pages import UNSET, dequantized, page_shape, pages_of, quantized
+from tests.support.kernels.quantized_pages import dequantized, page_shape, quantized, unset_pages
 from tests.support.msl import emulator
 
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.
@@ -259,16 +259,11 @@ class Case:
         return tuple(dequantized(quantized(x, form), form) for x, form in zip(values, self.pages, strict=True))
 
     def _fill(self):
-        """Make the pools from the dense ones; in quantised pages, a NaN slot's words have all bits set."""
+        """Make the pools from the dense ones."""
         if self.pages is None:
             self.k_pool, self.v_pool = (mx.array(x).astype(self.dtype) for x in self._dense)
             return
-        pools = []
-        for x, form in zip(self._dense, self.pages, strict=True):
-            words = quantized(x, form)
-            words[np.isnan(x).any(-1)] = UNSET
-            pools.append(mx.array(pages_of(words, form)))
-        self.k_pool, self.v_pool = pools
+        self.k_pool, self.v_pool = map(unset_pages, self._dense, self.pages)
 
     def take_out_newest(self):
         """Return the keys and values of each sequence's newest token, for the call's `append`, and make its slot NaN

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_paged.kernels import check, ops, prefill
 from tests.support.kernels.fake_kernels import fake_kernels
-from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
+from tests.support.kernels.quantized_pages import dequantized, quantized, unset_pages
 from tests.support.msl.harness import attention64, tensor_kernel, to_float
 
 
@@ -130,12 +130,7 @@ class Pack:
 
     def _quantize(self, pools):
         """Make quantised pages of the pools; from here on, rows are their dequantised values."""
-        words = []
-        for x, form in zip(pools, self.pages, strict=True):
-            words.append(quantized(x, form))
-            words[-1][np.isnan(x).any(-1)] = UNSET
-        self.k_pool, self.v_pool = (mx.array(pages_of(x, form)) for x, form in zip(words, self.pages, strict=True))
-        self.given = self.rows
+        self.k_pool, self.v_pool = map(unset_pages, pools, self.pages)
         self.rows = [
             [dequantized(quantized(x, form), form) for x, form in zip(pair, self.pages, strict=True)]
             for pair in self.rows
