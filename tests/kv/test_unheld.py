@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 import pytest
@@ -102,24 +103,30 @@ def test_tensors_stay_while_a_section_lasts() -> None:
     assert pool.groups[0].bytes_reserved == 0
 
 
-def test_who_holds_the_lock_drops_for_a_table_that_goes_meanwhile() -> None:
-    pool = small_pool()
-    table = pool.new_table()
-    pool.append_tokens(table, 40)
+@contextmanager
+def locked(pool: BlockPool) -> Iterator[None]:
+    """Hold the pool's lock in another thread."""
     entered, leave = threading.Event(), threading.Event()
 
     def work() -> None:
         with pool.lock:
             entered.set()
-            leave.wait(LONG)
+            assert leave.wait(LONG)
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    ended = threads.start(work)
     assert entered.wait(LONG)
-    del table  # waits for nobody
-    assert pool.groups[0].allocator.num_live == 10
+    yield
     leave.set()
-    thread.join()
+    ended()
+
+
+def test_who_holds_the_lock_drops_for_a_table_that_goes_meanwhile() -> None:
+    pool = small_pool()
+    table = pool.new_table()
+    pool.append_tokens(table, 40)
+    with locked(pool):
+        del table  # waits for nobody
+        assert pool.groups[0].allocator.num_live == 10
     assert pool.groups[0].allocator.num_live == pool.groups[0].bytes_reserved == 0
 
 
@@ -150,17 +157,13 @@ def test_failure_in_one_pool_releases_the_locks_of_the_others() -> None:
                     pool.lock.is_dirty = True
             first.groups[0].ready = fail  # type: ignore[method-assign]
 
-    done = threading.Event()
+    threads.in_thread(work)
 
-    def other() -> None:
+    def other() -> bool:
         with second.lock:
-            done.set()
+            return True
 
-    for target in (work, other):
-        thread = threading.Thread(target=target, daemon=True)
-        thread.start()
-        thread.join(LONG)
-    assert done.is_set()
+    assert threads.in_thread(other)
 
 
 @pytest.mark.parametrize(("rounds", "makers"), [(50, 2), *slow((6000, 3))])
@@ -176,11 +179,11 @@ def test_tables_are_dropped_while_other_threads_make_some(rounds: int, makers: i
             if len(kept) > 3:
                 kept.clear()
 
-    threads = [threading.Thread(target=make) for _ in range(makers)]
+    others = [threading.Thread(target=make) for _ in range(makers)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for thread in threads:
+        for thread in others:
             thread.start()
         for number in range(rounds):
             table = pool.new_table()
@@ -192,9 +195,9 @@ def test_tables_are_dropped_while_other_threads_make_some(rounds: int, makers: i
     finally:
         stop.set()
         sys.setswitchinterval(interval)
-        for thread in threads:
+        for thread in others:
             thread.join()
-    threads.clear()
+    others.clear()
     pool.check_integrity()
     assert pool.groups[0].allocator.num_live == pool.groups[0].bytes_reserved == 0
 
@@ -204,20 +207,10 @@ def test_stats_and_block_map_do_not_wait_for_the_lock() -> None:
     tree = PrefixCache(pool)
     table = pool.new_table()
     pool.append_tokens(table, 9)
-    has_turn, may_end = threading.Event(), threading.Event()
-
-    def compute() -> None:
-        with pool.lock:
-            has_turn.set()
-            assert may_end.wait(60)
-
-    ended = threads.start(compute)
-    assert has_turn.wait(60)
-    assert pool.stats().live_blocks == 3
-    assert block_map(pool)[0][0] == ("l", 3)
-    assert tree.nbytes == 0
-    may_end.set()
-    ended()
+    with locked(pool):
+        assert pool.stats().live_blocks == 3
+        assert block_map(pool)[0][0] == ("l", 3)
+        assert tree.nbytes == 0
 
 
 def test_glance_retries_a_read_that_raced_with_a_change() -> None:
