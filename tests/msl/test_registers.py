@@ -170,7 +170,7 @@ def test_partitions_on_cuda_do_not_depend_on_kv_heads() -> None:
     assert shape_for(variant).partition == 128 and shape_for(variant).first == 0
 
 
-def test_partitions_follow_the_cores_and_unknown_gpus_have_the_measured_ones() -> None:
+def test_partitions_follow_cores_and_unknown_gpus_have_the_measured_ones() -> None:
     assert partition_for(None) == 128
     variant = Variant("paged_decode", "metal", mx.bfloat16, 64, 64, 2, 32, groups=MOST_GROUPS)
     assert [shape_for(variant, cores).partition for cores in (8, 20, 30, 32, 38, 80)] == [128, 128, 64, 64, 32, 32]
