@@ -4,39 +4,27 @@ own."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import mlx.core as mx
 import pytest
 
-from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
+from mlx_paged import BlockPool, PagedKVCache, PoolExhaustedError
 from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kv.attention_params import AttentionParams
-from mlx_paged.kv.choice import blocks_choice
 from tests.support.kernels.fake_kernels import fake_kernels
-
-HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
-LAYERS = 3  # 0 and 2 global, 1 sliding
-SCALE = DIM**-0.5
+from tests.support.sequences import LAYERS, SCALE, Parts, caches_of, parts_of, pool_of, sequences
 
 
-def pool_of(budget: int = 1 << 30, *, in_place: bool = False) -> BlockPool:
-    groups = [LayerGroup((0, 2)), LayerGroup((1,), WINDOW, "window")]
-    return BlockPool(groups, block_size=BLOCK, memory_budget=budget, choose_blocks=blocks_choice(in_place))
+def sequence(pool: BlockPool, length: int) -> list[PagedKVCache]:
+    return caches_of(sequences(pool, [length])[0])
 
 
-def sequence(pool: BlockPool, length: int, seed: int = 0) -> list[PagedKVCache]:
-    """A sequence of random keys and values."""
-    tables = SequenceTables(pool)
-    caches = [PagedKVCache(tables, layer) for layer in range(LAYERS)]
-    mx.random.seed(seed)
-    for cache in caches if length else ():
-        x = mx.random.normal((1, KV_HEADS, length, DIM))
-        cache.update(x, x + 1)
-    mx.eval(caches[0].pool.ready())
-    return caches
+def rows_of(pool: BlockPool, lengths: Sequence[int]) -> list[list[PagedKVCache]]:
+    return [caches_of(row) for row in sequences(pool, lengths)]
 
 
 def merged(rows: list[list[PagedKVCache]]) -> list[PagedBatchKVCache]:
@@ -45,25 +33,13 @@ def merged(rows: list[list[PagedKVCache]]) -> list[PagedBatchKVCache]:
     return [PagedBatchKVCache(batch, layer) for layer in range(LAYERS)]
 
 
-def random_step(batch: int, width: int, seed: int) -> list[tuple[mx.array, mx.array, mx.array]]:
-    mx.random.seed(1000 + seed)
-    return [
-        (
-            mx.random.normal((batch, HEADS, width, DIM)),
-            mx.random.normal((batch, KV_HEADS, width, DIM)),
-            mx.random.normal((batch, KV_HEADS, width, DIM)),
-        )
-        for _ in range(LAYERS)
-    ]
-
-
 def reserve(caches: list[PagedBatchKVCache]) -> None:
     failed = caches[0].batch.reserve()
     if failed is not None:
         raise failed.error
 
 
-def attend(caches: list, step: list[tuple[mx.array, mx.array, mx.array]]) -> list[mx.array]:
+def attend(caches: list, step: Parts) -> list[mx.array]:
     width = step[0][0].shape[2]
     if isinstance(caches[0], PagedBatchKVCache):
         reserve(caches)
@@ -80,7 +56,7 @@ def row_of(step: list, index: int, count: int | None = None) -> list:
 
 
 def check_decode(pool: BlockPool, batch: list[PagedBatchKVCache], solo: list[list[PagedKVCache]], seed: int) -> None:
-    step = random_step(len(solo), 1, seed)
+    step = parts_of(1000 + seed, len(solo))
     outputs = attend(batch, step)
     for index, caches in enumerate(solo):
         for got, expected in zip(outputs, attend(caches, row_of(step, index)), strict=True):
@@ -94,27 +70,15 @@ LENGTHS = (1, 7, 8, 19, 20, 21, 45)
 
 def test_decode_of_a_merged_batch_equals_each_row_alone() -> None:
     pool = pool_of()
-    rows = [sequence(pool, n, seed=n) for n in LENGTHS]
+    rows = rows_of(pool, LENGTHS)
     batch = merged(rows)
     for seed in range(25):
         check_decode(pool, batch, rows, seed)
 
 
-def test_all_layers_share_one_offset_array_per_step() -> None:
-    pool = pool_of()
-    batch = merged([sequence(pool, n, seed=n) for n in (5, 9)])
-    for _ in range(3):
-        reserve(batch)
-        first = batch[0].offset
-        assert all(cache.offset is first for cache in batch)
-        for cache, (q, k, v) in zip(batch, random_step(2, 1, 0), strict=True):
-            cache.attend(q, k, v, AttentionParams(SCALE))
-    assert batch[0].offset.tolist() == [8, 12]
-
-
 def test_failed_reserve_changes_nothing() -> None:
     pool = pool_of(200_000)
-    solo = [sequence(pool, n, seed=n) for n in (8, 7, 16)]
+    solo = rows_of(pool, (8, 7, 16))
     taken = []
     with pytest.raises(PoolExhaustedError):
         while True:  # take what is left
@@ -125,7 +89,7 @@ def test_failed_reserve_changes_nothing() -> None:
     assert failed is not None and failed.row == 0 and isinstance(failed.error, PoolExhaustedError)
     caches = [PagedBatchKVCache(batch, layer) for layer in range(LAYERS)]
     with pytest.raises(BlockStateError, match="without reserved positions"):
-        caches[0].attend(*random_step(3, 1, 0)[0], AttentionParams(SCALE))
+        caches[0].attend(*parts_of(1000, 3)[0], AttentionParams(SCALE))
     assert [cache.offset.tolist() for cache in caches] == [[8, 7, 16]] * LAYERS
     assert pool.stats() == before
     pool.release(0, taken)
@@ -134,12 +98,12 @@ def test_failed_reserve_changes_nothing() -> None:
 
 def test_take_back_undoes_a_step_that_some_layers_have_written() -> None:
     pool = pool_of()
-    solo = [sequence(pool, n, seed=n) for n in (8, 15, 40)]
+    solo = rows_of(pool, (8, 15, 40))
     batch = merged(solo)
     check_decode(pool, batch, solo, 0)
     tables = batch[0].batch
     assert tables.reserve() is None
-    q, k, v = random_step(3, 1, 7)[0]
+    q, k, v = parts_of(1007, 3)[0]
     batch[0].attend(q, k, v, AttentionParams(SCALE))
     tables.undo_reserve()
     assert [cache.offset.tolist() for cache in batch] == [[9, 16, 41]] * LAYERS
@@ -155,10 +119,10 @@ def test_fetched_arrays_are_padded_on_the_left(lengths: tuple[int, ...], in_plac
 
 
 def check_fetched(pool: BlockPool, lengths: tuple[int, ...]) -> None:
-    solo = [sequence(pool, n, seed=n) for n in lengths]
+    solo = rows_of(pool, lengths)
     batch = merged(solo)
     for seed in range(3):
-        step = random_step(len(solo), 1, seed)
+        step = parts_of(1000 + seed, len(solo))
         reserve(batch)
         for layer, (cache, (q, k, v)) in enumerate(zip(batch, step, strict=True)):
             mask = cache.make_mask(1, return_array=True)
@@ -178,7 +142,7 @@ def check_fetched(pool: BlockPool, lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("lengths", "is_masked"), [((9, 9), False), ((30,), False), ((9, 10), True)])
 def test_rows_of_one_length_need_no_mask(lengths: tuple[int, ...], is_masked: bool) -> None:
     pool = pool_of()
-    tables = merged([sequence(pool, n) for n in lengths])[0].batch
+    tables = merged(rows_of(pool, lengths))[0].batch
     cache = PagedBatchKVCache(tables, 0)
     reserve([cache])
     assert (cache.make_mask(1) is not None) == is_masked
@@ -189,9 +153,9 @@ def test_rows_of_one_length_need_no_mask(lengths: tuple[int, ...], is_masked: bo
 def test_mask_may_have_a_narrower_window_than_the_layer() -> None:
     """A model may mask a global layer by a window; attention then reads gathered arrays."""
     pool = pool_of()
-    solo = [sequence(pool, n, seed=n) for n in (3, 30)]
+    solo = rows_of(pool, (3, 30))
     batch = merged(solo)
-    q, k, v = random_step(2, 1, 0)[0]
+    q, k, v = parts_of(1000, 2)[0]
     reserve(batch)
     mask = batch[0].make_mask(1, window_size=4)
     got = batch[0].attend(q, k, v, AttentionParams(SCALE, mask))
@@ -204,7 +168,7 @@ def test_mask_may_have_a_narrower_window_than_the_layer() -> None:
 def test_invalid_rows_and_steps_are_refused() -> None:
     pool, stranger = pool_of(), pool_of()
     batch = merged([sequence(pool, 5), sequence(pool, 9)])
-    q, k, v = random_step(3, 1, 0)[0]
+    q, k, v = parts_of(1000, 3)[0]
     with pytest.raises(GeometryError, match="3"):
         batch[0].attend(q, k, v, AttentionParams(SCALE))
     with pytest.raises(GeometryError, match="1 token per row, got 2"):

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
+from mlx_paged import PagedKVCache, PoolExhaustedError, SequenceTables
 from mlx_paged.attention.dispatch import Dispatch, dispatch_counts, reset_dispatch_counts
 from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
@@ -19,17 +19,24 @@ from mlx_paged.cache.lazy_kv import lazy_kv_of
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kv import device_blocks
-from mlx_paged.kv import group as group_module
 from mlx_paged.kv.attention_params import AttentionParams, Window
-from mlx_paged.kv.choice import blocks_choice
 from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.sequences import (
+    BLOCK,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    SCALE,
+    WINDOW,
+    Parts,
+    parts_of,
+    pool_of,
+    sequences,
+)
 
-HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
-LAYERS = 3  # 0 and 2 global, 1 sliding
-SCALE = DIM**-0.5
 LENGTHS, COUNTS = (0, 5, 30, 16), (23, 1, 9, 40)
 TOKENS = sum(COUNTS)
-Parts = list[tuple[mx.array, mx.array, mx.array]]  # per layer: queries, keys, values
 
 
 @pytest.fixture(params=["functional", "in place", "kernel"])
@@ -46,27 +53,6 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def no_kernel(*_: object, **__: object) -> None:
     raise NoKernelError("not here")
-
-
-def pool_of(form: str = "functional", budget: int = 1 << 30) -> BlockPool:
-    groups = [LayerGroup((0, 2)), LayerGroup((1,), WINDOW, "window")]
-    return BlockPool(groups, block_size=BLOCK, memory_budget=budget, choose_blocks=blocks_choice(form != "functional"))
-
-
-def noise(seed: int, batch: int, width: int) -> Parts:
-    mx.random.seed(seed)
-    shapes = [(batch, heads, width, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    return [tuple(mx.random.normal(shape) for shape in shapes) for _ in range(LAYERS)]  # type: ignore[misc]
-
-
-def sequences(pool: BlockPool, lengths: tuple[int, ...] = LENGTHS) -> list[SequenceTables]:
-    """Return sequences that hold ``lengths`` random tokens."""
-    rows = [SequenceTables(pool) for _ in lengths]
-    for seed, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        for layer, (_, k, v) in enumerate(noise(seed, 1, length) if length else ()):
-            PagedKVCache(row, layer).update(k, v)
-    mx.eval(pool.ready())
-    return rows
 
 
 def pack_of(rows: list[SequenceTables], counts: tuple[int, ...] = COUNTS) -> tuple[Batch, list[PagedBatchKVCache]]:
@@ -107,9 +93,9 @@ def positions() -> list[int]:
 
 
 def test_every_token_sees_what_it_would_see_alone(form: str) -> None:
-    pool = pool_of(form)
-    rows, others = sequences(pool), sequences(pool)
-    parts = noise(99, TOKENS, 1)
+    pool = pool_of(in_place=form != "functional")
+    rows, others = sequences(pool, LENGTHS), sequences(pool, LENGTHS)
+    parts = parts_of(99, TOKENS)
     pack, caches = pack_of(rows)
     reset_dispatch_counts()
     for layer, cache in enumerate(caches):
@@ -129,15 +115,15 @@ def test_every_token_sees_what_it_would_see_alone(form: str) -> None:
     together = counts.get(Dispatch("kernel", "new tokens of several sequences"), 0)
     assert (apart, together) == ((0, LAYERS) if form == "kernel" else (LAYERS, 0))
     for row, other in zip(rows, others, strict=True):  # both sets continue alike, one token at a time
-        q, k, v = noise(7, 1, 1)[1]
+        q, k, v = parts_of(7, 1)[1]
         assert mx.abs(solo(PagedKVCache(row, 1), q, k, v) - solo(PagedKVCache(other, 1), q, k, v)).max() < 1e-5
     pool.check_integrity()
 
 
 def test_pack_applies_softcap_and_sinks(form: str) -> None:
-    pool = pool_of(form)
-    rows, others = sequences(pool), sequences(pool)
-    parts = noise(98, TOKENS, 1)
+    pool = pool_of(in_place=form != "functional")
+    rows, others = sequences(pool, LENGTHS), sequences(pool, LENGTHS)
+    parts = parts_of(98, TOKENS)
     _, caches = pack_of(rows)
     params = AttentionParams(SCALE, None, softcap=2.0, sinks=mx.random.normal((HEADS,)))
     for layer, cache in enumerate(caches):
@@ -153,9 +139,9 @@ def test_pack_applies_softcap_and_sinks(form: str) -> None:
 
 
 def test_pack_applies_a_window_narrower_than_the_layer(form: str) -> None:
-    pool = pool_of(form)
-    rows, others = sequences(pool), sequences(pool)
-    parts = noise(97, TOKENS, 1)
+    pool = pool_of(in_place=form != "functional")
+    rows, others = sequences(pool, LENGTHS), sequences(pool, LENGTHS)
+    parts = parts_of(97, TOKENS)
     pack, caches = pack_of(rows)
     for layer in (0, 1):
         mask = caches[layer].make_mask(1, window_size=6)
@@ -167,9 +153,9 @@ def test_pack_applies_a_window_narrower_than_the_layer(form: str) -> None:
 
 
 def test_fetched_arrays_can_be_attended_to_more_than_once(form: str) -> None:
-    pool = pool_of(form)
-    rows, others = sequences(pool), sequences(pool)
-    parts = noise(96, TOKENS, 1)
+    pool = pool_of(in_place=form != "functional")
+    rows, others = sequences(pool, LENGTHS), sequences(pool, LENGTHS)
+    parts = parts_of(96, TOKENS)
     pack, caches = pack_of(rows)
     for layer, cache in enumerate(caches):
         q, k, v = parts[layer]
@@ -190,9 +176,9 @@ def test_fetched_arrays_can_be_attended_to_more_than_once(form: str) -> None:
 
 def test_unsupported_use_of_packed_caches_raises() -> None:
     pool = pool_of()
-    pack, caches = pack_of(sequences(pool))
+    pack, caches = pack_of(sequences(pool, LENGTHS))
     assert len(pack) == TOKENS
-    q, k, v = noise(95, TOKENS, 1)[0]
+    q, k, v = parts_of(95, TOKENS)[0]
     with pytest.raises(NotPackableError, match="must be for 1 token per row, got 2"):
         caches[0].make_mask(2)
     pair = caches[0].update_and_fetch(k, v)
@@ -213,52 +199,26 @@ def test_unsupported_use_of_packed_caches_raises() -> None:
 
 def test_commit_raises_if_a_layer_did_not_attend() -> None:
     pool = pool_of()
-    rows = sequences(pool)
+    rows = sequences(pool, LENGTHS)
     pack, caches = pack_of(rows)
     for layer, cache in enumerate(caches[:2]):
-        cache.attend(*noise(94, TOKENS, 1)[layer], AttentionParams(SCALE))
+        cache.attend(*parts_of(94, TOKENS)[layer], AttentionParams(SCALE))
     with pytest.raises(NotPackableError, match="layer 2"):
         pack.commit()
-    caches[2].update_and_fetch(*noise(94, TOKENS, 1)[2][1:])
+    caches[2].update_and_fetch(*parts_of(94, TOKENS)[2][1:])
     with pytest.raises(NotPackableError, match="layer 2"):
         pack.commit()
     pack.undo_reserve()
     assert all([row.offset(layer) for row in rows] == list(LENGTHS) for layer in range(LAYERS))
 
 
-def test_the_layers_of_a_large_pack_are_computed_as_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group paces its layers at their writes, as for any large chunk in place."""
-    monkeypatch.setattr(group_module, "PACED_TOKENS", TOKENS)
-    monkeypatch.setattr(group_module, "LAYERS_AHEAD", 1)
-    begun: list[mx.array] = []
-    awaited: list[mx.array] = []
-    with fake_kernels():
-        pool = pool_of("kernel")
-        parts, expected, rows = noise(94, TOKENS, 1), sequences(pool), sequences(pool)
-        pack, caches = pack_of(rows)
-        monkeypatch.setattr(mx, "async_eval", lambda *arrays: begun.extend(arrays))
-        monkeypatch.setattr(mx, "eval", lambda *arrays: awaited.extend(arrays))
-        outputs, fences, waits = [], [], []
-        for layer, cache in enumerate(caches):
-            with pool.lock:
-                outputs.append(cache.attend(*parts[layer], AttentionParams(SCALE)))
-                fences.append(len(begun))
-                waits.append(len(awaited))
-        monkeypatch.undo()
-        assert fences[0] >= 1 and fences == sorted(set(fences)), "each layer is begun before the next one is built"
-        assert waits[0] == waits[1] < waits[2], "the write of a group's second layer waits for its first"
-        pack.commit()
-        for layer, output in enumerate(outputs):
-            assert_close(output, expected_of(expected, parts, layer))
-
-
 def test_mismatched_shapes_and_sequences_are_refused() -> None:
     pool = pool_of()
-    rows = sequences(pool)
+    rows = sequences(pool, LENGTHS)
     with pytest.raises(NotPackableError, match="writes twice"):  # nothing is reserved
         Batch(pool, rows, COUNTS).begin_layer(0)
     pack, caches = pack_of(rows)
-    q, k, v = noise(93, TOKENS, 1)[0]
+    q, k, v = parts_of(93, TOKENS)[0]
     for bad in ((q[:3], k, v), (q, k[:3], v[:3]), (q, k.astype(mx.float16), v.astype(mx.float16))):
         with pytest.raises(GeometryError):
             caches[0].attend(*bad, AttentionParams(SCALE))
@@ -268,7 +228,7 @@ def test_mismatched_shapes_and_sequences_are_refused() -> None:
     assert pack.behind == set(range(LAYERS))
     caches[0].attend(q, k, v, AttentionParams(SCALE))
     with pytest.raises(BlockStateError, match="must be of one pool"):
-        Batch(pool, [*rows[:2], *sequences(pool_of())[2:]], COUNTS)
+        Batch(pool, [*rows[:2], *sequences(pool_of(), LENGTHS)[2:]], COUNTS)
 
 
 # Positions --------------------------------------------------------------------------------------------------------
@@ -296,7 +256,7 @@ def test_positions_are_reserved_in_all_groups_or_in_none() -> None:
     assert [row.table.length for row in rows] == lengths
     assert pool.stats().live_blocks <= stats.live_blocks, "only blocks behind a window are released"
     rows[0].reserve(12)  # a sequence that continues alone uses them too
-    for layer, (q, k, v) in enumerate(noise(5, 1, 12)):
+    for layer, (q, k, v) in enumerate(parts_of(5, 1, 12)):
         solo(PagedKVCache(rows[0], layer), q, k, v)
     assert {rows[0].offset(layer) for layer in range(LAYERS)} == {21}
     pool.check_integrity()
@@ -304,15 +264,15 @@ def test_positions_are_reserved_in_all_groups_or_in_none() -> None:
 
 def test_pack_does_not_keep_its_pool_alive() -> None:
     pool = pool_of()
-    pack, caches = pack_of(sequences(pool))
-    pair = caches[0].update_and_fetch(*noise(92, TOKENS, 1)[0][1:])
+    pack, caches = pack_of(sequences(pool, LENGTHS))
+    pair = caches[0].update_and_fetch(*parts_of(92, TOKENS)[0][1:])
     gone = weakref.ref(pool)
     gc.disable()
     try:
         del pool, pack, caches
         assert gone() is None, "fetched arrays do not keep the pool"
         with pytest.raises(NotPackableError):
-            lazy_kv_of(*pair).can_attend(noise(92, TOKENS, 1)[0][0], None)  # type: ignore[union-attr]
+            lazy_kv_of(*pair).can_attend(parts_of(92, TOKENS)[0][0], None)  # type: ignore[union-attr]
     finally:
         gc.enable()
     assert np.array(pair[0]).shape == (TOKENS, KV_HEADS, 1, DIM)

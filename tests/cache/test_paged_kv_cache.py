@@ -14,7 +14,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_paged.cache.sequence import SequenceTables
-from mlx_paged.errors import BlockStateError, GeometryError, PoolExhaustedError, TrimError
+from mlx_paged.errors import BlockStateError, GeometryError, TrimError
 from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
@@ -56,19 +56,6 @@ def test_update_and_fetch_equals_the_dense_cache_over_random_chunks(
         assert (paged.offset, paged.size(), paged.empty()) == (dense.offset, dense.size(), dense.empty())
         assert paged.is_trimmable() == dense.is_trimmable()
     paged.pool.check_integrity()
-
-
-def test_layers_of_two_groups_are_independent() -> None:
-    pool = BlockPool([LayerGroup((0, 2)), LayerGroup((1, 3), 6, "window")], block_size=4)
-    paged = caches_of(layers=4, pool=pool)
-    dense = [dense_of(None if layer % 2 == 0 else 6) for layer in range(4)]
-    for step, n in enumerate((9, 1, 1, 1, 7, 1, 1, 1, 1, 1)):
-        for layer in range(4):
-            k, v = kv(10 * step + layer, n)
-            assert_same(paged[layer].update_and_fetch(k, v), dense[layer].update_and_fetch(k, v))
-    assert [cache.offset for cache in paged] == [24] * 4
-    assert pool.stats().live_blocks == 6 + 2
-    pool.check_integrity()
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -226,44 +213,6 @@ def test_a_refused_update_changes_nothing(bad: Callable[..., tuple[mx.array, mx.
     assert_same(paged.update_and_fetch(k, v), dense.update_and_fetch(k, v))
 
 
-def test_refused_first_update_does_not_fix_the_geometry() -> None:
-    (paged,) = caches_of()
-    k, v = (noise(seed, 2, HEADS, 3, 16, dtype=mx.float16) for seed in (1, 2))
-    with pytest.raises(GeometryError):
-        paged.update(k, v)  # two sequences
-    part = kv(1, 3)
-    paged.update(*part)
-    assert_same(paged.keys_and_values(), part)
-
-
-def test_update_beyond_the_budget_changes_nothing() -> None:
-    per_block = 4 * HEADS * (KD + VD) * 4
-    first, second = caches_of(layers=2, memory_budget=2 * 4 * per_block)
-    parts = [kv(0, 9), kv(1, 9)]
-    first.update(*parts[0])
-    second.update(*parts[1])
-    with pytest.raises(PoolExhaustedError):
-        first.update(*kv(2, 5))
-    assert (first.offset, second.offset, first.table.length) == (9, 9, 9)
-    for cache, part in zip((first, second), parts, strict=True):
-        assert_same(cache.keys_and_values(), part)
-    for cache in (first, second):
-        cache.update(*kv(3, 3))
-    first.pool.check_integrity()
-
-
-def test_a_trim_past_a_window_is_refused_in_every_layer() -> None:
-    caches = caches_of(layers=2, window=6)
-    for step, cache in itertools.product(range(14), caches):
-        cache.update(*kv(step, 1))
-    for cache in caches:
-        with pytest.raises(TrimError):
-            cache.trim(3)
-    assert [cache.offset for cache in caches] == [14, 14]
-    for step, cache in itertools.product(range(3), caches):
-        cache.update(*kv(20 + step, 1))
-
-
 @pytest.mark.parametrize(("chunks", "n"), [((1,) * 10, 1), ((12,), 2), ((4, 1, 1, 1, 9), 6)])
 def test_a_trimmed_window_turns_into_a_dense_cache_of_the_same_tokens(chunks: tuple[int, ...], n: int) -> None:
     pool = BlockPool([LayerGroup((0,), 5)], block_size=4)
@@ -310,16 +259,6 @@ def test_one_remaining_layer_keeps_the_blocks_of_its_sequence() -> None:
     gc.collect()
     assert pool.stats().live_blocks == 3
     assert_same(last.keys_and_values(), parts[1])
-
-
-def test_thousands_of_short_lived_caches_reuse_the_same_blocks() -> None:
-    pool = BlockPool([LayerGroup((0,))], block_size=4)
-    for seed in range(2000):
-        (cache,) = caches_of(pool=pool)
-        cache.update(*kv(seed % 5, 9))
-        del cache
-    assert pool.stats().total_blocks <= 2 * 16
-    assert pool.stats().live_blocks == 0
 
 
 def test_repr_names_layer_offset_and_table() -> None:

@@ -178,12 +178,3 @@ def test_load_beyond_the_budget_changes_nothing() -> None:
     del other
     paged.load(k, v, 11)
     assert_same(paged.keys_and_values(), (k, v))
-
-
-def test_the_state_of_a_full_ring_restores_its_order() -> None:
-    source, dense = filled(5, (1,) * 9)
-    (target,) = caches_of(window=5)
-    target.state = source.state
-    for step in range(3):
-        k, v = kv(20 + step, 1)
-        assert_same(target.update_and_fetch(k, v), dense.update_and_fetch(k, v))

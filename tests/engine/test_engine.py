@@ -55,32 +55,7 @@ def test_requests_get_their_solo_answers_in_a_batch_of_limited_size(most: int) -
     assert_released(engine)
 
 
-def test_stop_ends_a_request_with_the_stop_token() -> None:
-    engine = ToyEngine(make_pool())
-    tokens = answer(prompt_of(5), 12)
-    stop = next(token for i, token in enumerate(tokens) if i > 3 and token not in tokens[:i])
-    stopped = engine.add(prompt_of(5), max_tokens=12, stops_at=lambda token: token == stop)
-    other = engine.add(prompt_of(7), max_tokens=12)
-    engine.run()
-    assert engine.tokens(stopped) == tokens[: tokens.index(stop) + 1]
-    assert engine.responses[stopped][-1].finish_reason == "stop"
-    assert_answered(engine, other, prompt_of(7), 12)
-
-
 # Memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_full_pool_preempts_the_youngest_and_repeats_no_token() -> None:
-    pool = make_pool(num_blocks=14)
-    engine = ToyEngine(pool)
-    prompts = [prompt_of(length, seed=length) for length in (12, 10, 8)]
-    uids = [engine.add(prompt, max_tokens=20) for prompt in prompts]
-    engine.run()
-    for uid, prompt in zip(uids, prompts, strict=True):
-        assert_answered(engine, uid, prompt, 20)
-    assert pool.stats().preemptions == engine.engine.scheduler.preemptions > 0
-    assert not engine.failures
-    assert_released(engine)
 
 
 def test_each_row_has_its_own_sampler_and_processors() -> None:
@@ -148,45 +123,6 @@ def test_cache_of_a_finished_request_is_dropped_for_others() -> None:
 
 
 # Prefixes ---------------------------------------------------------------------------------------------------------
-
-
-def test_computed_prefix_is_not_computed_again() -> None:
-    pool = make_pool()
-    tree = PrefixCache(pool)
-    engine = ToyEngine(pool, prefixes=SharedPrefixes(tree))
-    prompt = prompt_of(22)
-    first = engine.add(prompt, max_tokens=6)
-    engine.run()
-    computed = engine.engine.computed_prompt_tokens
-    later = [*prompt, *answer(prompt, 6), 1, 2, 3]
-    second = engine.add(later, max_tokens=6)
-    engine.run()
-    assert_answered(engine, first, prompt, 6)
-    assert_answered(engine, second, later, 6)
-    num_cached = engine.responses[second][0].num_cached
-    assert num_cached == (len(prompt) + 6) // BLOCK_SIZE * BLOCK_SIZE
-    assert engine.engine.computed_prompt_tokens - computed == len(later) - num_cached
-    tree.check_integrity()
-
-
-def test_given_cache_is_continued_from_and_left_unchanged() -> None:
-    pool = make_pool()
-    engine = ToyEngine(pool)
-    prompt = prompt_of(10)
-    first = engine.add(prompt, max_tokens=5)
-    engine.run()
-    row = engine.responses[first][-1].request
-    assert row is not None and row.caches is not None
-    given, known = row.caches, list(engine.responses[first][-1].all_tokens or ())
-    held = given[0].offset
-    known = known[:held]
-    uids = [engine.add([7, seed], caches=given, history=known, max_tokens=5) for seed in (1, 2)]
-    engine.run()
-    for uid, seed in zip(uids, (1, 2), strict=True):
-        assert engine.tokens(uid) == answer([*known, 7, seed], 5)
-        assert engine.responses[uid][-1].all_tokens == [*known, 7, seed, *engine.tokens(uid)]
-    assert given[0].offset == held
-    pool.check_integrity()
 
 
 # Requests that go -------------------------------------------------------------------------------------------------

@@ -25,20 +25,18 @@ from mlx_paged.kv import device_blocks
 from mlx_paged.kv.attention_params import QueryHeads
 from mlx_paged.kv.geometry import Geometry
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from scripts.support import model_configs
 from tests.fuzz.cases import PACKING_HYBRIDS
-from tests.support.cases import crossed, quick, slow
+from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import (
-    answers,
     assert_released,
     generator,
     model_of,
     run_all,
     run_requests,
 )
-from tests.support.models.builders import KINDS, VOCAB, build, greedy, prompt_of
+from tests.support.models.builders import KINDS, VOCAB, build, greedy
 from tests.support.models.packs import (
     assert_alike,
     insert,
@@ -116,21 +114,6 @@ def test_requests_in_packs_get_their_solo_tokens(kind: str, config: PagedConfig,
 def test_models_without_an_adapter_or_with_states_pack_too(name: str, calls: list[list[int]]) -> None:
     gen = run_in_packs(model_configs.build(name), prompts_for(model_configs.VOCAB))
     assert gen._engine.prefill.packs and len(calls) > 3
-
-
-@pytest.mark.parametrize("kind", ["llama", *slow("llama-sliding")])
-def test_requests_continue_from_prefixes_of_others(kind: str, calls: list[list[int]]) -> None:
-    model = build(kind)
-    first = prompt_of(61, seed=1).tolist()
-    others = [first[:n] + prompt_of(20 + n, seed=n).tolist() for n in (48, 17, 60, 3)]
-    expected = [greedy(model, mx.array(prompt, mx.uint32), 8)[0] for prompt in (first, *others)]
-    mlx_paged.apply_patches(PagedConfig(block_size=8))
-    tree = PrefixCache(mlx_paged.pool_of(model))
-    gen = packing(model, prefixes=SharedPrefixes(tree))
-    assert answers(gen, [first], [8]) + answers(gen, others, [8] * 4) == expected
-    assert tree.pool.stats().prefix_hit_tokens >= 48
-    assert any(len(call) >= 3 for call in calls)
-    tree.pool.check_integrity()
 
 
 # Who packs ----------------------------------------------------------------------------------------------------------

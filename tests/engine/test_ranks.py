@@ -32,32 +32,32 @@ TIMEOUT = "3"
 MOST_SECONDS = 90.0
 
 
-def _started(folder: Path, name: str) -> launch.Launch:
-    """Start two ranks that run a fault of :mod:`tests.support.ranks.faults`."""
-    return launch.worker(2, folder, f"fault:{name}", MLX_PAGED_RANK_TIMEOUT=TIMEOUT)
+def ended(folder: Path, fault: str) -> list[launch.Ended]:
+    """Run two ranks with a fault of :mod:`tests.support.ranks.faults` to their end."""
+    return launch.worker(2, folder, f"fault:{fault}", MLX_PAGED_RANK_TIMEOUT=TIMEOUT).ended(MOST_SECONDS)
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), slow(("raise_late", "RuntimeError: injected: out of memory"),
-    ("raise", "ValueError: injected: the script"), ("fail_call", "ValueError: injected: the model"))
-)  # fmt: skip
+    ("name", "reason"),
+    [
+        ("diverge", "the decisions of rank 0 and rank 1 differ"),
+        *slow(
+            ("raise_late", "rank 1 has failed: RuntimeError: injected: out of memory"),
+            ("raise", "rank 1 has failed: ValueError: injected: the script"),
+            ("fail_call", "rank 1 has failed: ValueError: injected: the model"),
+        ),
+    ],
+)
 def test_fault_of_one_rank_ends_all_with_its_reason(name: str, reason: str, tmp_path: Path) -> None:
-    for ended in _started(tmp_path, name).ended(MOST_SECONDS):
-        assert ended.status == EXIT_STATUS
-        assert f"rank 1 has failed: {reason}" in ended.stderr
+    for each in ended(tmp_path, name):
+        assert each.status == EXIT_STATUS and reason in each.stderr
 
 
 def test_rank_that_exits_early_ends_the_other_rank(tmp_path: Path) -> None:
-    first, second = _started(tmp_path, "leave").ended(MOST_SECONDS)
+    first, second = ended(tmp_path, "leave")
     assert second.status == 0
     assert first.status != 0
     assert "rank 1 has ended" in first.stderr
-
-
-def test_ranks_that_decide_differently_end(tmp_path: Path) -> None:
-    for ended in _started(tmp_path, "diverge").ended(MOST_SECONDS):
-        assert ended.status == EXIT_STATUS
-        assert "the decisions of rank 0 and rank 1 differ" in ended.stderr
 
 
 NAMES = [name for name in scenarios.SCENARIOS if name not in ("unseeded", "schedule")]

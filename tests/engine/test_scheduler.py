@@ -18,16 +18,6 @@ def test_first_in_first_out_within_limits_of_rows_or_memory(num_blocks: int, siz
     assert driver.finished == [0, 1, 2, 3, 4] and driver.scheduler.preemptions == 0
 
 
-def test_chunks_end_at_boundaries_and_one_per_request_and_step() -> None:
-    driver = Driver(100, token_budget=10)
-    request = driver.insert(prompt=20, extra=1, boundaries=(3, 12))
-    lengths = []
-    while request.length < request.prefill_end:
-        driver.step()
-        lengths.append(request.length)
-    assert lengths == [3, 12, 19]
-
-
 def test_youngest_is_preempted_and_resumes_first_by_recomputing_its_tokens() -> None:
     driver = Driver(6, token_budget=64)
     requests = [driver.insert(prompt=5, extra=16) for _ in range(3)]
@@ -263,47 +253,6 @@ def test_a_step_takes_chunks_of_many_prompts() -> None:
         driver.insert(length, 1)
     # At most a chunk per prompt, cut at the grid; a prompt waits if neither its end nor the grid fits.
     assert sizes_of(driver.step()) == {0: 32, 1: 19, 2: 32, 3: 5, 4: 32}
-
-
-def test_rows_decode_after_every_chunk_of_a_prompt() -> None:
-    driver = burst_driver()
-    driver.insert(1, 60)
-    driver.step()
-    driver.insert(100, 1)
-    steps = []
-    while driver.requests.get(1) and not driver.requests[1].is_prefilled:
-        plan = driver.step()
-        assert [request.uid for request in plan.decode] == [0]
-        steps.append(sizes_of(plan)[1])
-    assert steps == [32, 32, 32, 3], "no more than a chunk, cut at the grid"
-
-
-def test_burst_of_prompts_fills_steps_while_rows_decode() -> None:
-    driver = burst_driver()
-    driver.insert(1, 100)
-    driver.step()
-    for _ in range(30):
-        driver.insert(33, 60)
-    steps = []
-    while sum(steps) < 30 * 32:
-        plan = driver.step()
-        assert plan.decode
-        steps.append(sum(sizes_of(plan).values()))
-    assert steps == [128] * 7 + [64]
-
-
-def test_same_calls_of_a_burst_give_the_same_plans() -> None:
-    def history() -> list[object]:
-        driver = burst_driver(max_running=5)
-        plans = []
-        for index in range(15):
-            driver.insert(1 + index * 37 % 90, 1 + index * 3 % 11)
-            plan = driver.step()
-            plans.append(([request.uid for request in plan.decode], sizes_of(plan)))
-        driver.run()
-        return [plans, driver.finished]
-
-    assert history() == history()
 
 
 def test_has_prompts_until_all_prompts_are_computed() -> None:

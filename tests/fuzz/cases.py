@@ -111,22 +111,13 @@ class Case:
     running: int
     prefilling: int
     budget_slack: int | None
-    requests: list[Request]
+    requests: list[Request] = field(repr=False)
     lookup: int = 0
-    tell: Callable[[list[int], list[int]], None] = lambda prompt, tokens: None
+    tell: Callable[[list[int], list[int]], None] = field(default=lambda prompt, tokens: None, repr=False)
     interval: int | None = None
     preempts: float = 0.0
     restarts: int = 0
     packs: bool | None = None
-
-    def __str__(self) -> str:
-        return (
-            f"seed {self.seed}: {self.family}, blocks of {self.block_size}, steps of {self.step_size}, max_kv_size "
-            f"{self.max_kv_size}, in place {self.in_place}, prefixes {self.prefixes}, slack {self.budget_slack}, "
-            f"interval {self.interval}, preempts {self.preempts}, restarts {self.restarts}, packs {self.packs}, "
-            f"{self.lookup} looked up, "
-            f"{len(self.requests)} requests"
-        )
 
 
 def draw(seed: int, families: tuple[str, ...] = FAMILIES) -> Case:

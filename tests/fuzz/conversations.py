@@ -4,7 +4,7 @@ import contextlib
 import copy
 import importlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,13 +61,7 @@ class Conversation:
     max_kv_size: int | None
     block_size: int
     in_place: bool
-    turns: list[Turn]
-
-    def __str__(self) -> str:
-        return (
-            f"seed {self.seed}: {self.family}, speculative {self.is_speculative}, max_kv_size {self.max_kv_size}, "
-            f"blocks of {self.block_size}, in place {self.in_place}, {len(self.turns)} turns"
-        )
+    turns: list[Turn] = field(repr=False)
 
 
 class Outcome(NamedTuple):

@@ -220,12 +220,6 @@ def test_compiled_by_names_the_compiler(mlx: FakeMLX, monkeypatch: pytest.Monkey
     assert build.compiled_by() == "MLX"
 
 
-def test_nothing_is_compiled_ahead_without_a_gpu() -> None:
-    build.compile_ahead(texts_of(TENSOR))
-    with build.warn_when_compiling():
-        pass
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1, 40])
 def test_nvrtc_code_writes_the_same_as_mlxs_code(monkeypatch: pytest.MonkeyPatch, length: int) -> None:

@@ -17,7 +17,7 @@ from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.quantized import PageShape, new_blocks
 from scripts.support.paged_decode import gather_blocks, write_slots
 from tests.support.cases import crossed, quick, slow
-from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
+from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.quantized_pages import page_shape
 
 VARIANT = Variant("paged_decode", "metal", mx.float32, 64, 64, 2, 16)
@@ -119,15 +119,6 @@ def test_rows_unlike_mlxs_quantisation_are_found(plant: object, monkeypatch: pyt
     assert not result.ok and "quantised rows differ from MLX's" in result.reason
 
 
-def test_fences_are_followed(monkeypatch: pytest.MonkeyPatch, plant: object) -> None:
-    passed = []
-    follow = FakeKernels._pass
-    monkeypatch.setattr(FakeKernels, "_pass", lambda self, *args: passed.append(args[0]) or follow(self, *args))
-    assert self_check(VARIANT).ok
-    # Each of two cases has 3 launches with the newest tokens, 1 of a single partition, and 2 of windows.
-    assert passed.count("paged_decode") == 2 * (3 + 1 + 2) and passed.count("write_slots") == 2 * 3
-
-
 class Texts:
     """A fake kernels.build_kernel, which records the texts that are built and returns zeros.
 
@@ -206,41 +197,3 @@ def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool, pages: Pa
     )
     assert {text[0] for text in real.seen} == {body, "merge_partitions", "copy_blocks", *moved_by}
     assert real.seen <= checked.seen
-
-
-TRIED = Variant("paged_decode", "metal", mx.bfloat16, 64, 64, 4, 32)
-
-
-@pytest.mark.parametrize("block", [8, 32, 128])
-def test_self_check_runs_every_text_that_a_pool_needs(block: int) -> None:
-    """Writes, gathers and copies, of few blocks or tokens and of many."""
-    texts, real = Texts(), Texts()
-    equal = mock.patch.object(mx, "array_equal", lambda *_, **__: mx.array(True))
-    with built_by(texts), equal, mock.patch.object(kernel_check, "MAX_RMS", float("inf")):
-        self_check(TRIED._replace(block_size=block))
-    checked = {text for text in texts.seen if "decode" not in str(text[0]) and text[0] != "merge_partitions"}
-    pools = [mx.zeros((20, 2, block, 64), mx.bfloat16) for _ in "kv"]
-    fence = kernels.new_fence()
-    for count in (1, 2, 3, 4, 7, 8, 9):
-        ids, rows = list(range(1, count + 1)), [mx.zeros((1, 2, count, 64), mx.bfloat16) for _ in "kv"]
-        with built_by(real):
-            write_slots(*pools, fence, *rows, mx.array(ids, mx.int32))
-            gather_blocks(*pools, fence, ids, 0, 1)
-            kernels.copy_blocks(*pools, fence, ids, [10 + i for i in ids])
-    assert real.seen == checked and len(checked) == 6
-
-
-def test_wrong_copies_fail_the_self_check() -> None:
-    """The faulty kernel copies only the first of several blocks."""
-    with fake_kernels() as fake:
-        prepare_decode, copy_blocks = fake.prepare_decode, fake.copy_blocks
-
-        def copy(k: mx.array, v: mx.array, fence: mx.array, source: list[int], target: list[int]) -> mx.array:
-            return copy_blocks(k, v, fence, source[:1], target[:1])
-
-        def prepared(*args: Any, variant: Variant, init_value: object, max_visible: int | None, **options: Any) -> Any:
-            return prepare_decode(*args, **options)
-
-        with mock.patch.multiple(kernels, prepare_decode=prepared, copy_blocks=copy):
-            result = self_check(TRIED._replace(dtype=mx.float32))
-    assert not result.ok and "copies of blocks differ" in result.reason

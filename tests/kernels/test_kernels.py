@@ -11,7 +11,7 @@ import pytest
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.launch_shape import count_partitions, shape_for
+from mlx_paged.kernels.launch_shape import shape_for
 from mlx_paged.kernels.ops import latent_variants_of
 from mlx_paged.kernels.quantized import new_blocks
 from mlx_paged.kv.new_tokens import NewTokens
@@ -50,24 +50,6 @@ def test_without_a_gpu_nothing_is_built():
 def test_unsupported_geometry_raises(shape, n_q_heads, why):
     with pytest.raises(ValueError, match=why):
         decode_variants(mx.zeros(shape), mx.zeros(shape), n_q_heads)
-
-
-def test_partitions_cover_every_row():
-    launch_shape = shape_for(kernels.Variant("paged_decode", "metal", mx.float16, 64, 64, 4, 32))
-    rng = random.Random(0)
-    for table in (1, 100, 128, 129, 2048, 2049, 5000, 8192, 9000, 100_000):
-        launched = count_partitions(table, launch_shape)
-        for _ in range(200):
-            end = rng.randint(1, table)
-            begin = rng.randint(0, end - 1)
-            reach, size = end - begin // 64 * 64, launch_shape.partition
-            if reach <= launch_shape.first:
-                size = launch_shape.first
-            while (
-                reach > launch_shape.first and end - begin > launch_shape.span * size * size // launch_shape.partition
-            ):
-                size *= 2
-            assert -(-reach // size) <= launched
 
 
 @pytest.fixture
@@ -128,15 +110,6 @@ def test_rows_of_random_steps_equal_those_of_the_host(uploads):
             rows = rows + rng.integers(0, 2 if change < 4 else 4, rows.shape, dtype=np.int32)
         assert np.array_equal(np.array(array.of(rows)), rows)
     assert len(uploads) > 10
-
-
-def test_rows_of_another_shape_are_counted_correctly(uploads):
-    array = kernel_build.DeviceRows()
-    for shape in ((2, 4), (4, 2), (8,), (2, 4)):
-        rows = np.arange(8, dtype=np.int32).reshape(shape)
-        for _ in range(3):
-            assert np.array_equal(np.array(array.of(rows)), rows)
-            rows = rows + 1
 
 
 def test_unread_counted_rows_are_uploaded_again_after_a_limit(uploads):

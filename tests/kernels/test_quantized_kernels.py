@@ -6,7 +6,7 @@ import pytest
 
 from mlx_paged.kernels import build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.quantized import QuantizedRows, new_blocks, rotate
+from mlx_paged.kernels.quantized import new_blocks, rotate
 from scripts.support.paged_decode import gather_blocks, write_slots
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.pools import DTYPES, noise
@@ -52,13 +52,6 @@ def test_rotation_matrix_is_orthonormal_and_symmetric(dim: int) -> None:
     np.testing.assert_allclose(np.abs(matrix[:block, :block]), block**-0.5, rtol=1e-6)  # an outlier is spread evenly
 
 
-@pytest.mark.parametrize("dim", [64, 192, 256])
-def test_rotating_twice_is_exact_where_nothing_is_rounded(dim: int) -> None:
-    """Blocks of 64 and 256 have a factor that is a power of two."""
-    x = mx.array(np.random.default_rng(0).integers(-100, 100, (2, 3, 5, dim)).astype(np.float32))
-    assert mx.array_equal(rotate(rotate(x)), x)
-
-
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotating_twice_is_nearly_exact_in_every_dtype(dtype: mx.Dtype, dim: int) -> None:
@@ -81,18 +74,6 @@ def test_rotation_of_a_vector_does_not_depend_on_others(dim: int, dtype: mx.Dtyp
     assert mx.array_equal(swapped.swapaxes(1, 2), whole)
 
 
-@pytest.mark.parametrize(("k_dim", "v_dim"), [(64, 64), (96, 128)])
-def test_attention_over_rotated_keys_equals_that_over_plain_ones(k_dim: int, v_dim: int) -> None:
-    q, k, v = noise(3, 1, 6, 4, k_dim), noise(4, 1, 2, 30, k_dim), noise(5, 1, 2, 30, v_dim)
-
-    def attend(keys: mx.array, values: mx.array, queries: mx.array) -> mx.array:
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=k_dim**-0.5)
-
-    expected = attend(k, v, q)
-    got = rotate(attend(rotate(k), rotate(v), rotate(q)))
-    np.testing.assert_allclose(np.array(got), np.array(expected), atol=2e-6)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
@@ -103,22 +84,3 @@ def test_gpu_rotates_like_the_cpu(dim: int, dtype: mx.Dtype) -> None:
         mx.eval(expected)
     rms = mx.sqrt(mx.mean((rotate(x).astype(mx.float32) - expected) ** 2)).item()
     assert rms < mx.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize(("dim", "group_size"), [(64, 64), (64, 32), (96, 32), (128, 128), (256, 64)])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_rows_hold_the_bytes_of_mlx(dim: int, group_size: int, bits: int, dtype: mx.Dtype) -> None:
-    form = QuantizedRows(dim, bits, group_size, dtype)
-    x = mx.random.normal((1, 3, 7, dim), key=mx.random.key(dim)).astype(dtype)
-    rows = form.quantize(x)
-    assert rows.shape == (1, 3, 7, form.num_words) and rows.dtype == mx.uint32
-    assert rows.nbytes == 21 * form.nbytes == sum(part.nbytes for part in mx.quantize(x, group_size, bits))
-    for got, want in zip(form.split(rows), mx.quantize(x, group_size, bits), strict=True):
-        assert got.dtype == want.dtype and mx.array_equal(got, want)
-    expected = mx.dequantize(*mx.quantize(x, group_size, bits), group_size, bits)
-    assert form.dequantize(rows).dtype == dtype and mx.array_equal(form.dequantize(rows), expected)
-
-
-def test_bytes_of_a_vector_of_128() -> None:
-    assert [QuantizedRows(128, bits, 64, mx.bfloat16).nbytes for bits in (8, 4)] == [136, 72]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from mlx_paged.errors import BlockStateError
 from mlx_paged.kv.allocator import NULL_BLOCK, SPACING, BlockAllocator
-from mlx_paged.kv.budget import Append, PoolBudget
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 
@@ -23,15 +22,6 @@ def allocator_of(num_blocks: int) -> BlockAllocator:
 def snapshot(allocator: BlockAllocator) -> tuple[object, ...]:
     counts = [allocator.refcount(b) for b in range(allocator.num_blocks)]
     return counts, allocator.num_free, allocator.num_live, allocator.num_shared
-
-
-def test_ids_are_handed_out_lowest_first_and_never_the_null_block() -> None:
-    allocator = allocator_of(6)
-    assert allocator.allocate(5) == [1, 2, 3, 4, 5]
-    allocator.release([4, 2, 5])
-    assert allocator.allocate(2) == [2, 4]
-    allocator.grow(8)
-    assert allocator.allocate(3) == [5, 6, 7]
 
 
 def test_consecutive_blocks_follow_the_last_one_or_leave_room_around_them() -> None:
@@ -107,19 +97,6 @@ def test_check_integrity_sees_leaks_and_missing_references() -> None:
             allocator.check_integrity(holders)
 
 
-def test_check_integrity_sees_a_damaged_free_list_and_count() -> None:
-    allocator = allocator_of(4)
-    (a,) = allocator.allocate(1)
-    allocator._held[a] = 0
-    with pytest.raises(BlockStateError, match="the free blocks are not"):
-        allocator.check_integrity([[a]])
-    allocator._held[a] = 1
-    allocator.check_integrity([[a]])
-    allocator._num_shared += 1
-    with pytest.raises(BlockStateError, match="shared"):
-        allocator.check_integrity([[a]])
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "retain", "release", "grow"]), st.integers(0, 7)), max_size=60))
 def test_random_operations_agree_with_a_counter(operations: list[tuple[str, int]]) -> None:
@@ -177,33 +154,3 @@ def test_append_takes_exactly_the_counted_blocks(window: int | None) -> None:
         assert allocator.num_live - before == counted, "the other owner keeps a copied block"
         assert shared <= (counted > 0)
         pool.check_integrity()
-
-
-@pytest.mark.parametrize("window", [None, 6, 8, 13])
-@pytest.mark.parametrize("forked", [False, True])
-def test_append_in_chunks_takes_at_most_the_counted_blocks(window: int | None, forked: bool) -> None:
-    rng = random.Random(f"{window} {forked}")
-    for _ in range(40):
-        pool, chunk = one_group(window), rng.choice([3, 4, 7])
-        group, table = pool.groups[0], pool.new_table()
-        for _ in range(rng.randrange(6)):
-            pool.append_tokens(table, rng.randrange(1, 6))
-        pool.slide([table])
-        num_tokens = rng.randrange(1, 40)
-        counted = group.blocks_to_append(table, num_tokens, chunk=chunk, forked=forked)
-        assert counted == PoolBudget(pool, chunk=chunk)._blocks(0, Append(table, num_tokens, forked))
-        target, before, most = pool.fork(table) if forked else table, group.allocator.num_live, 0
-        while num_tokens:
-            step = min(chunk, num_tokens)
-            pool.append_tokens(target, step)
-            num_tokens -= step
-            most = max(most, group.allocator.num_live - before)
-        assert most <= counted
-
-
-def test_blocks_to_append_without_a_table_equal_those_of_an_empty_one() -> None:
-    for window in (None, 5, 8):
-        pool = one_group(window)
-        for num_tokens in range(1, 30):
-            of_none = pool.groups[0].blocks_to_append(None, num_tokens)
-            assert of_none == pool.groups[0].blocks_to_append(pool.new_table(), num_tokens) == -(-num_tokens // SIZE)

@@ -1,6 +1,5 @@
 """PoolBudget: appends that fit can be made in any order; appends that do not fit cannot."""
 
-import itertools
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -35,11 +34,6 @@ def extend(pool: BlockPool, table: BlockTable, num_tokens: int) -> None:
         pool.write_prefill(table, layer, x, x)
 
 
-def lengths_that_are_held(budget: PoolBudget) -> int:
-    """Return the length of the longest sequence that the budget holds."""
-    return next(n for n in itertools.count(1) if not budget.holds(n + 1))
-
-
 def extend_until_full(pool: BlockPool, most: int) -> int:
     """Return the length that a sequence reaches in an empty pool, appended a chunk at a time."""
     table = pool.new_table()
@@ -49,17 +43,6 @@ def extend_until_full(pool: BlockPool, most: int) -> int:
         except PoolExhaustedError:
             break
     return table.length
-
-
-@pytest.mark.parametrize("num_blocks", [4, 7, 12])
-def test_holds_is_exact_to_the_token_without_a_window(num_blocks: int) -> None:
-    budget = PoolBudget(pool_of((None,), num_blocks), chunk=CHUNK)
-    assert lengths_that_are_held(budget) == (num_blocks - 1) * SIZE
-    pool = pool_of((None,), num_blocks)
-    table = pool.new_table()
-    extend(pool, table, (num_blocks - 1) * SIZE)
-    with pytest.raises(PoolExhaustedError):
-        extend(pool, table, 1)
 
 
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)

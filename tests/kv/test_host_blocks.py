@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kv.block_table import BlockTable
-from mlx_paged.kv.geometry import Geometry, PageFormat
+from mlx_paged.kv.geometry import Geometry
 from mlx_paged.kv.host_blocks import HostBlocks
 from mlx_paged.kv.new_tokens import NewTokens
 from tests.support.pools import DTYPES, bits, noise
@@ -58,71 +58,6 @@ def test_tokens_round_trip_bit_for_bit_and_touch_nothing_else(dtype: mx.Dtype) -
         assert not kept[:, [0, 2, 5, 7]].any() and not kept[:, 1, 2:].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_and_packs_go_to_their_own_slots(dtype: mx.Dtype) -> None:
-    blocks, tables = blocks_of(9, dtype), [table_of([5, 2], 8), table_of([7], 1), table_of([1, 4], 6)]
-    k, v = tokens(1, 1, batch=3, dtype=dtype)
-    write(blocks, tables, (1, 1, 1), k, v)
-    for row, table in enumerate(tables):
-        for got, wrote in zip(blocks.gather(table, 0), (k, v), strict=True):
-            assert (bits(got[:, :, -1:]) == bits(wrote[row : row + 1])).all()
-    k, v = tokens(7, 1, batch=6, dtype=dtype)
-    write(blocks, tables, (3, 1, 2), k, v)
-    for table, span in zip(tables, (slice(0, 3), slice(3, 4), slice(4, 6)), strict=True):
-        for got, wrote in zip(blocks.gather(table, 0), (k, v), strict=True):
-            own = wrote[span].swapaxes(0, 2)
-            assert (bits(got[:, :, -own.shape[2] :]) == bits(own)).all()
-
-
-def test_rows_are_fetched_left_padded() -> None:
-    blocks = blocks_of(8)
-    k, v = tokens(1, 12)
-    write(blocks, [table_of([3, 5, 2], 12)], (12,), k, v)
-    slots = np.array([[12, 12, 13], [20, 21, 8]])
-    for got, wrote in zip(blocks.fetch(blocks.index_of(slots)), (k, v), strict=True):
-        assert (bits(got) == bits(mx.stack([wrote[0][:, [0, 0, 1]], wrote[0][:, [4, 5, 8]]]))).all()
-
-
-def test_blocks_are_copied_and_resized() -> None:
-    blocks, table = blocks_of(3), table_of([1, 2], 8)
-    k, v = tokens(1, 8)
-    write(blocks, [table], (8,), k, v)
-    blocks.resize(7)
-    assert blocks.num_blocks == 7
-    blocks.copy([1, 2], [6, 4])
-    write(blocks, [table], (8,), -k, -v)
-    for got, wrote in zip(blocks.gather(table_of([6, 4], 8), 0), (k, v), strict=True):
-        assert (bits(got) == bits(wrote)).all()
-    blocks.resize(5)
-    for held in everything(blocks):
-        assert not held.reshape(HEADS, 5, SIZE, -1)[:, [0, 3]].any()
-    for got, wrote in zip(blocks.gather(table, 0), (k, v), strict=True):
-        assert (bits(got) == bits(-wrote)).all()
-
-
-def test_growth_that_fails_half_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks, table, zeros = blocks_of(3), table_of([1, 2], 8), mx.zeros
-    k, v = tokens(1, 8)
-    write(blocks, [table], (8,), k, v)
-
-    def fail_for_values(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        if shape[-1] == VD:
-            raise RuntimeError("out of memory")
-        return zeros(shape, dtype)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mx, "zeros", fail_for_values)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            blocks.resize(50)
-    assert blocks.num_blocks == 3
-    for num_blocks in (None, 4):
-        if num_blocks is not None:
-            blocks.resize(num_blocks)
-            assert blocks.num_blocks == num_blocks
-        for got, wrote in zip(blocks.gather(table, 0), (k, v), strict=True):
-            assert (bits(got) == bits(wrote)).all()
-
-
 @pytest.mark.parametrize("then", ["write", "copy", "resize and write", "blocks of another table"])
 @pytest.mark.parametrize("ids", [[1, 2], [2, 1]], ids=["view", "gathered"])
 @pytest.mark.parametrize("heads", [1, HEADS])
@@ -143,9 +78,3 @@ def test_what_was_read_before_a_write_keeps_its_values(then: str, ids: list[int]
         write(blocks, [target], (target.length,), *tokens(9, target.length, heads=heads))
     for got, kept, wrote in zip(pending, copied, (k, v), strict=True):
         assert (bits(got) == bits(wrote + 1)).all() and (bits(kept) == bits(wrote)).all()
-
-
-def test_tensors_have_the_size_that_the_geometry_says() -> None:
-    for page_format in (None, PageFormat(8, 4, 32), PageFormat(4, 4, 64)):
-        geometry = Geometry(2, 128, 256, mx.bfloat16, page_format)
-        assert HostBlocks(geometry, 4, 6).nbytes == 6 * 4 * geometry.bytes_per_token()

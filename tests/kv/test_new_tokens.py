@@ -12,7 +12,7 @@ from mlx_paged.kv.attention_params import Window
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.new_tokens import NewTokens, rounded_up, tail_slots
 from mlx_paged.kv.pool import BlockPool
-from tests.support.pools import pool_of
+from tests.support.pools import kv, pool_of
 
 LENGTHS = (3, 9, 4)
 
@@ -20,7 +20,8 @@ LENGTHS = (3, 9, 4)
 def tables_of(pool: BlockPool, lengths: tuple[int, ...] = LENGTHS) -> list[BlockTable]:
     tables = [pool.new_table() for _ in lengths]
     for table, length in zip(tables, lengths, strict=True):
-        pool.append_tokens(table, length)
+        if length:
+            pool.append_tokens(table, length)
     return tables
 
 
@@ -57,6 +58,56 @@ def test_tokens_of_a_pack_are_rows_and_padding_sees_nothing() -> None:
     assert seen(more, None, None, (5, 8)) == [*([list(range(n))] for n in LENGTHS), [[]], [[]]]
     assert more.offsets(5).tolist() == [2, 8, 3, 0, 0]
     assert more.visible(None, None, (5, 8))[0].shape == (5, 8)
+
+
+COUNTS = (6, 1, 9, 3)
+
+
+def pack() -> tuple[list[BlockTable], NewTokens]:
+    """Return tables whose blocks are scattered, and their last COUNTS tokens."""
+    pool = pool_of()
+    tables = tables_of(pool, (0, 5, 8, 2))
+    for table, count in zip(tables, COUNTS, strict=True):
+        pool.append_tokens(table, count)
+    return tables, pool.tokens_of(0, tables, COUNTS)
+
+
+def test_every_token_has_the_slot_of_its_position() -> None:
+    tables, step = pack()
+    expected = [
+        table.block_ids[0][position // 4] * 4 + position % 4
+        for table, count in zip(tables, COUNTS, strict=True)
+        for position in range(table.length - count, table.length)
+    ]
+    slots = step.slots()
+    assert slots.tolist() == expected and slots.dtype == mx.int32
+    assert step.num_tokens == sum(COUNTS) == len(set(expected))
+    on_device = step.block_tables().tolist()
+    assert [row[: len(table.block_ids[0])] for row, table in zip(on_device, tables, strict=True)] == [
+        table.block_ids[0] for table in tables
+    ]
+    assert [step.single(i).num_tokens for i in range(4)] == list(COUNTS)
+    assert step.single(2) is step.single(2)
+    assert step.single(2).slots().tolist() == expected[7:16]
+
+
+def test_slots_are_int64_when_int32_overflows() -> None:
+    table = BlockTable(1, 4)
+    table.block_ids[0].append(1 << 29)
+    table.length = 2
+    step = NewTokens([table], (2,))
+    step.begin(0, (1 << 29) + 1)
+    assert step.slots().dtype == mx.int64
+    assert step.slots().tolist() == [1 << 31, (1 << 31) + 1]
+
+
+def test_rows_are_split_by_table_and_joined_again() -> None:
+    _, step = pack()
+    x = kv(1, 1, batch=sum(COUNTS))[0]
+    parts = step.split(x)
+    assert [part.shape for part in parts] == [(1, 2, count, 8) for count in COUNTS]
+    assert mx.array_equal(parts[2][0, 1, 4], x[7 + 4, 1, 0])
+    assert mx.array_equal(step.join(parts), x)
 
 
 @pytest.mark.parametrize("shape", [None, (4, 16)])

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -20,8 +19,7 @@ from mlx_paged.kv import choice
 from mlx_paged.kv.allocator import NULL_BLOCK
 from mlx_paged.kv.attention_params import AttentionParams, QueryHeads
 from mlx_paged.kv.block_table import BlockTable
-from mlx_paged.kv.choice import blocks_choice, kernel_unsupported_reason, prefill_unsupported_reason
-from mlx_paged.kv.device_blocks import DeviceBlocks
+from mlx_paged.kv.choice import kernel_unsupported_reason, prefill_unsupported_reason
 from mlx_paged.kv.geometry import Geometry, PageFormat
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.host_blocks import HostBlocks
@@ -29,8 +27,9 @@ from mlx_paged.kv.new_tokens import visible_slots
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.warn import NotPagedWarning
 from tests.support.cases import crossed, quick
-from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
+from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.pools import DTYPES, kv, noise, pool_of
+from tests.support.twins import HEADS, KD, SIZE, Twin
 
 FORMATS = [PageFormat(8, 8, 64), PageFormat(8, 8, 32), PageFormat(8, 8, 128), PageFormat(4, 4, 64)]
 FORMATS += [PageFormat(4, 4, 32), PageFormat(4, 4, 128), PageFormat(8, 4, 64)]
@@ -154,18 +153,6 @@ def test_mismatched_keys_and_rows_are_refused() -> None:
         np.testing.assert_array_equal(got, want)
 
 
-def test_rows_move_without_being_quantised_again() -> None:
-    pools = [pool_of(page_format=PageFormat.of(4, 32), block_size=size) for size in (4, 16)]
-    tables = [pool.new_table() for pool in pools]
-    append(pools[0], tables[0], 3, 11)
-    pools[1].set_geometry(0, *kv(0, 1, kd=128, vd=128), batch=1)
-    pools[1].append_tokens(tables[1], 11)
-    pools[1].write_stored(0, [tables[1]], *pools[0].read_stored(tables[0], 0))
-    for got, want in zip(split(pools[1], tables[1]), split(pools[0], tables[0]), strict=True):
-        np.testing.assert_array_equal(got, want)
-    assert [pool.stats().quantized_tokens for pool in pools] == [11, 0]
-
-
 @pytest.mark.parametrize(
     ("window", "seed"),
     quick(crossed([None, 9], list(range(40))), (None, 0), (9, 1), (None, 2)),
@@ -222,119 +209,50 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
     assert pool.stats().quantized_tokens == written
 
 
-HEADS, DIM, SIZE = 2, 64, 8
 IN_PLACE_FORMATS = [PageFormat(8, 8, 64), PageFormat(4, 4, 32), PageFormat(8, 4, 32)]
 IN_PLACE_FORMATS += [PageFormat(8, 8, 64, True), PageFormat(4, 4, 32, True)]
 
 
-class Pair:
-    """Two pools, in place and functional, that get the same operations."""
-
-    def __init__(self, page_format: PageFormat, window: int | None = None) -> None:
-        self.pools = [
-            BlockPool(
-                [LayerGroup((0,), window)],
-                block_size=SIZE,
-                choose_blocks=blocks_choice(use_kernel),
-                page_format=page_format,
-            )
-            for use_kernel in (True, False)
-        ]
-        for pool in self.pools:
-            pool.set_geometry(0, noise(0, 1, HEADS, 1, DIM), noise(1, 1, HEADS, 1, DIM), batch=1, heads=QueryHeads(4))
-        self.blocks = [pool.groups[0].blocks[0] for pool in self.pools]
-        assert [type(x) for x in self.blocks] == [DeviceBlocks, HostBlocks]
-
-    def new(self) -> list[BlockTable]:
-        return [pool.new_table() for pool in self.pools]
-
-    def append(self, tables: list[BlockTable], seed: int, count: int) -> None:
-        for pool, table in zip(self.pools, tables, strict=True):
-            pool.append_tokens(table, count)
-            pool.write(0, [table], noise(seed, 1, HEADS, count, DIM), noise(seed + 1, 1, HEADS, count, DIM))
-
-    def agree(self, tables: list[BlockTable]) -> None:
-        for read in ("read_stored", "gather_visible"):
-            found = []
-            for pool, table in zip(self.pools, tables, strict=True):
-                found.append(getattr(pool, read)(table, 0))
-            for ours, other in zip(*found, strict=True):
-                np.testing.assert_array_equal(np.array(ours), np.array(other))
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeKernels]:
-    with fake_kernels() as stand_ins:
-        yield stand_ins
-
-
 @pytest.mark.parametrize("page_format", IN_PLACE_FORMATS, ids=str)
-def test_in_place_pages_equal_functional_pages_after_any_change(page_format: PageFormat, fake: FakeKernels) -> None:
-    pair = Pair(page_format, window=20)
-    first, second = pair.new(), pair.new()
-    pair.append(first, 10, 13)
-    pair.append(second, 20, 3)
-    forks = [pool.fork(table) for pool, table in zip(pair.pools, first, strict=True)]
-    pair.append(first, 30, 40)  # the pool grows, and the fork's last block is copied
-    pair.append(forks, 40, 1)
-    for tables in (first, second, forks):
-        pair.agree(tables)
-    assert [x.num_quantized for x in pair.blocks] == [57, 57]
-    # Rows of one pool are written to the other as they are, without being quantised again.
-    moved = pair.new()
-    for pool, table, source in zip(pair.pools, moved, reversed(pair.pools), strict=True):
-        rows = source.read_stored(second[pair.pools.index(source)], 0)
-        pool.append_tokens(table, 3)
-        pool.write_stored(0, [table], *rows)
-    pair.agree(moved)
-    np.testing.assert_array_equal(*(np.array(pair.pools[0].read_stored(tables[0], 0)[0]) for tables in (second, moved)))
-    assert [x.num_quantized for x in pair.blocks] == [57, 57]
-    for pool in pair.pools:
-        pool.check_integrity()
-
-
-@pytest.mark.parametrize("page_format", IN_PLACE_FORMATS, ids=str)
-def test_attention_in_place_equals_attention_over_functional_pages(page_format: PageFormat, fake: FakeKernels) -> None:
-    pair = Pair(page_format)
-    tables = pair.new()
-    pair.append(tables, 5, 19)
-    q, k, v = noise(1, 1, 4, 1, DIM), noise(2, 1, HEADS, 1, DIM), noise(3, 1, HEADS, 1, DIM)
-    found = []
-    for pool, table in zip(pair.pools, tables, strict=True):
-        pool.append_tokens(table, 1)
-        tokens = pool.tokens_of(0, [table], 1)
-        found.append(dispatch.attend(q, (k, v), pool.groups[0], 0, tokens, AttentionParams(0.125)))
-        q2 = noise(4, 1, 4, 1, DIM)
-        found[-1] = mx.concatenate(
-            [
-                found[-1],
-                dispatch.attend(q2, None, pool.groups[0], 0, tokens, AttentionParams(0.125), is_written=True),
-            ]
-        )
-    np.testing.assert_allclose(np.array(found[0]), np.array(found[1]), atol=1e-6)
-    assert fake.calls["append"] == 1 and fake.calls["paged_decode"] == 2
-    pair.agree(tables)
-    assert [x.num_quantized for x in pair.blocks] == [20, 20]
-
-
-def test_rewound_write_is_not_counted_as_quantised(fake: FakeKernels) -> None:
-    pair = Pair(IN_PLACE_FORMATS[0])
-    (pool, _), (storage, _), (table, _) = pair.pools, pair.blocks, pair.new()
-    pool.append_tokens(table, 3)
-    k, v = noise(2, 1, HEADS, 3, DIM), noise(3, 1, HEADS, 3, DIM)
-    before = storage.fence()
-    pool.write(0, [table], k, v)
-    written = storage.fence()
-    pool.gather_visible(table, 0)
-    assert storage.rewind(written, storage.fence()) and storage.num_quantized == 3
-    pool.gather_visible(table, 0)
-    assert storage.rewind(before, storage.fence()) and storage.num_quantized == 0
-    pool.write(0, [table], k, v)
-    assert storage.num_quantized == 3
+def test_in_place_pages_equal_functional_pages(page_format: PageFormat) -> None:
+    with fake_kernels() as fake:
+        twin = Twin(page_format)
+        for count in (13, 3):
+            twin.new()
+            twin.append(-1, count)
+        twin.fork(0)
+        twin.append(0, 40)  # the pool grows, and the fork's last block is copied
+        twin.append(2, 1)
+        twin.check()
+        # Rows of one pool are written to the other as they are, without being quantised again.
+        twin.new()
+        for pool, source, row in zip(twin.pools, reversed(twin.pools), reversed(twin.sequences[1]), strict=True):
+            table = twin.sequences[3][twin.pools.index(pool)]
+            pool.append_tokens(table, 3)
+            for layer in range(3):
+                pool.write_stored(layer, [table], *source.read_stored(row, layer))
+        twin.check()
+        assert twin.pools[0].stats().quantized_tokens == 57
+        # Attention of the next token, and again once it is written.
+        found: list[list[mx.array]] = []
+        for pool, table in zip(twin.pools, twin.sequences[0], strict=True):
+            pool.append_tokens(table, 1)
+            tokens, new = pool.tokens_of(0, [table], 1), (noise(2, 1, HEADS, 1, KD), noise(3, 1, HEADS, 1, KD))
+            found.append(
+                [
+                    dispatch.attend(
+                        noise(seed, 1, 4, 1, KD), new if seed == 1 else None, pool.groups[0], 0, tokens,
+                        AttentionParams(0.125), is_written=seed != 1,
+                    )
+                    for seed in (1, 4)
+                ]
+            )  # fmt: skip
+        assert all(mx.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+        assert fake.calls["append"] == 1 and fake.calls["paged_decode"] == 2
 
 
 def test_quantised_decode_kernel_is_checked_before_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    geometry = Geometry(HEADS, DIM, DIM, mx.bfloat16, PageFormat(8, 4, 32))
+    geometry = Geometry(HEADS, KD, KD, mx.bfloat16, PageFormat(8, 4, 32))
     checked = []
 
     def check(variant: kernels.Variant) -> CheckResult:
@@ -400,19 +318,6 @@ def test_pages_hold_the_rows_of_rotated_vectors(page_format: PageFormat, dtype: 
         assert read.dtype == dtype and mx.array_equal(read, rotate(form.dequantize(held)))
     pool.check_integrity()
     assert pool.stats().quantized_tokens == 22
-
-
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_rotation_reduces_the_error_of_4_bit_keys_with_outliers(dim: int) -> None:
-    """The RMS bound: the range of a rotated group is about that of noise of the same energy."""
-    k, v = outlying(7, 200, dim)
-    size = 32 if dim == 96 else 64
-    _, plain = filled(PageFormat(4, 4, size), k, v)
-    _, rotated = filled(PageFormat(4, 4, size, True), k, v)
-    assert rms(rotated[0], k) < 0.6 * rms(plain[0], k)
-    spread = mx.sqrt(mx.mean(k * k)).item()
-    assert rms(rotated[0], k) < 6 * spread / 15 / 12**0.5  # quantisation step of a range of six standard deviations
-    assert rms(rotated[1], v) < 6 / 15 / 12**0.5
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(8, 0.015), ((8, 4), 0.15), (4, 0.25)])

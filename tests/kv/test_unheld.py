@@ -4,21 +4,19 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.kv.attention_params import QueryHeads
-from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.lock import HeldLocks
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.prefix_cache import PrefixCache
 from mlx_paged.server.report import blocks_of
 from tests.support.cases import slow
-from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.models.batch_runs import mlx_lm_generate
 from tests.support.models.builders import build, prompt_of
 from tests.support.prefixes import add, make_tree
@@ -71,25 +69,6 @@ def test_memory_is_back_when_the_last_user_is_gone(patched: None, way: str) -> N
         gc.enable()
 
 
-def test_the_last_release_drops_the_tensors() -> None:
-    pool = small_pool()
-    assert pool.stats().bytes_reserved == 0
-    tables = [pool.new_table(), pool.new_table()]
-    for table in tables:
-        pool.append_tokens(table, 400)
-    fork = pool.fork(tables[0])
-    for table in tables:
-        pool.release_table(table)
-        assert pool.stats().bytes_reserved > 0
-    pool.trim(fork, 400)
-    assert pool.stats().bytes_reserved == 0 and pool.stats().total_blocks == 0
-    pool.append_tokens(fork, 9)
-    x = mx.random.normal((1, 1, 9, 8))
-    pool.write_prefill(fork, 0, x, x)
-    assert mx.array_equal(pool.gather_visible(fork, 0)[0], x)
-    pool.check_integrity()
-
-
 @pytest.mark.parametrize(
     "end",
     [PrefixCache.clear, lambda tree: tree.pool.memory.evict(1 << 40), lambda tree: None],
@@ -124,39 +103,31 @@ def test_tensors_stay_while_a_section_lasts() -> None:
     assert pool.groups[0].bytes_reserved == 0
 
 
-def test_who_holds_the_lock_drops_for_a_table_that_goes_meanwhile() -> None:
-    pool = small_pool()
-    table = pool.new_table()
-    pool.append_tokens(table, 40)
+@contextmanager
+def locked(pool: BlockPool) -> Iterator[None]:
+    """Hold the pool's lock in another thread."""
     entered, leave = threading.Event(), threading.Event()
 
     def work() -> None:
         with pool.lock:
             entered.set()
-            leave.wait(LONG)
+            assert leave.wait(LONG)
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    ended = threads.start(work)
     assert entered.wait(LONG)
-    del table  # waits for nobody
-    assert pool.groups[0].allocator.num_live == 10
+    yield
     leave.set()
-    thread.join()
+    ended()
+
+
+def test_who_holds_the_lock_drops_for_a_table_that_goes_meanwhile() -> None:
+    pool = small_pool()
+    table = pool.new_table()
+    pool.append_tokens(table, 40)
+    with locked(pool):
+        del table  # waits for nobody
+        assert pool.groups[0].allocator.num_live == 10
     assert pool.groups[0].allocator.num_live == pool.groups[0].bytes_reserved == 0
-
-
-def test_tensors_are_dropped_on_a_gpu_too() -> None:
-    with fake_kernels():
-        pool = BlockPool([LayerGroup((0,))], block_size=4, choose_blocks=blocks_choice(True))
-        x = mx.random.normal((1, 2, 9, 8))
-        for _ in range(2):
-            table = pool.new_table()
-            pool.append_tokens(table, 9)
-            pool.set_geometry(0, x, x, batch=1, heads=QueryHeads(2))
-            pool.write_prefill(table, 0, x, x)
-            assert pool.groups[0].in_place and mx.array_equal(pool.gather_visible(table, 0)[0], x)
-            del table
-            assert pool.groups[0].bytes_reserved == 0
 
 
 def test_dropped_pool_is_freed_without_the_garbage_collector() -> None:
@@ -186,20 +157,17 @@ def test_failure_in_one_pool_releases_the_locks_of_the_others() -> None:
                     pool.lock.is_dirty = True
             first.groups[0].ready = fail  # type: ignore[method-assign]
 
-    done = threading.Event()
+    threads.in_thread(work)
 
-    def other() -> None:
+    def other() -> bool:
         with second.lock:
-            done.set()
+            return True
 
-    for target in (work, other):
-        thread = threading.Thread(target=target, daemon=True)
-        thread.start()
-        thread.join(LONG)
-    assert done.is_set()
+    assert threads.in_thread(other)
 
 
-def drop_beside_makers(rounds: int, makers: int) -> None:
+@pytest.mark.parametrize(("rounds", "makers"), [(50, 2), *slow((6000, 3))])
+def test_tables_are_dropped_while_other_threads_make_some(rounds: int, makers: int) -> None:
     """Make, write and drop tables in one thread while others make and drop some; now and then none is left."""
     pool, stop = small_pool(), threading.Event()
 
@@ -211,11 +179,11 @@ def drop_beside_makers(rounds: int, makers: int) -> None:
             if len(kept) > 3:
                 kept.clear()
 
-    threads = [threading.Thread(target=make) for _ in range(makers)]
+    others = [threading.Thread(target=make) for _ in range(makers)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for thread in threads:
+        for thread in others:
             thread.start()
         for number in range(rounds):
             table = pool.new_table()
@@ -227,20 +195,11 @@ def drop_beside_makers(rounds: int, makers: int) -> None:
     finally:
         stop.set()
         sys.setswitchinterval(interval)
-        for thread in threads:
+        for thread in others:
             thread.join()
-    threads.clear()
+    others.clear()
     pool.check_integrity()
     assert pool.groups[0].allocator.num_live == pool.groups[0].bytes_reserved == 0
-
-
-def test_tables_are_dropped_while_other_threads_make_some() -> None:
-    drop_beside_makers(50, 2)
-
-
-@pytest.mark.slow
-def test_tables_are_dropped_while_other_threads_make_some_for_long() -> None:
-    drop_beside_makers(6000, 3)
 
 
 def test_stats_and_block_map_do_not_wait_for_the_lock() -> None:
@@ -248,20 +207,10 @@ def test_stats_and_block_map_do_not_wait_for_the_lock() -> None:
     tree = PrefixCache(pool)
     table = pool.new_table()
     pool.append_tokens(table, 9)
-    has_turn, may_end = threading.Event(), threading.Event()
-
-    def compute() -> None:
-        with pool.lock:
-            has_turn.set()
-            assert may_end.wait(60)
-
-    ended = threads.start(compute)
-    assert has_turn.wait(60)
-    assert pool.stats().live_blocks == 3
-    assert blocks_of(pool)[0]["runs"][0] == ("l", 3)
-    assert tree.nbytes == 0
-    may_end.set()
-    ended()
+    with locked(pool):
+        assert pool.stats().live_blocks == 3
+        assert blocks_of(pool)[0]["runs"][0] == ("l", 3)
+        assert tree.nbytes == 0
 
 
 def test_glance_retries_a_read_that_raced_with_a_change() -> None:

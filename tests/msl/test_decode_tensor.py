@@ -1,6 +1,6 @@
 # ruff: noqa: E501
-"""The decode texts for tensor cores on the emulator, over dense and over quantised pages: against float64, bit invariance,
-and planted defects."""
+"""What the decode texts for tensor cores have of their own, and planted defects; test_decode.py compares them with
+float64."""
 
 import functools
 
@@ -8,109 +8,21 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels.launch_shape import shape_for
-from scripts.support.paged_decode import decode_variants
 from tests.support.cases import crossed, quick, slow
-from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl.emulator import EmuError
-from tests.support.msl.harness import Case, emulated, to_float
-
-TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 2e-2}
-RAGGED = [1, 15, 16, 17, 150, 33]
+from tests.support.msl.harness import check_decode as check
+from tests.support.msl.harness import decode_case, launch, to_float
 
 
-def case_of(contexts, bits=(8, 8), group_size=64, *, head_dim=64, value_dim=0, dtype=mx.float16, **options):
-    """Return a case over quantised pages, or over dense ones if ``bits`` is None."""
-    pages = None if bits is None else page_shape(head_dim, bits, group_size, dtype, value_dim)
-    return Case(contexts, head_dim=head_dim, value_dim=value_dim or None, dtype=dtype, pages=pages, **options)
-
-
-def variant_of(case):
-    extras = {"softcap": case.softcap is not None, "sinks": case.sinks is not None}
-    return decode_variants(case.k_pool, case.v_pool, case.n_q, pages=case.pages, **extras)[0]
-
-
-def run(case, edit=(), orders=(0, 2), append=None, checked=True, **shape):
-    """Return the output, and the contents of the pools afterwards."""
-    body = "paged_decode_tensor" if case.pages is None else "quantized_decode_tensor"
-    with emulated("cuda", edit={body: edit}, orders=orders, checked=checked) as fake:
-        variant = variant_of(case)
-        assert variant.body == body
-        launch_shape = shape_for(variant)._replace(**shape)
-        out, fence = case.run(variant=variant, launch_shape=launch_shape, append=append)
-    assert int(np.asarray(fence)[0]) == 8
-    return out, [np.asarray(fake.written[name]) for name in ("k_pool", "v_pool")]
-
-
-def check(case, **options):
-    out, _ = run(case, **options)
-    np.testing.assert_allclose(out, case.reference(), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
-    return out
-
-
-CLASSES = {
-    "dense": {"bits": None},
-    "dense bf16 extras": {"bits": None, "dtype": mx.bfloat16, "q_len": 3, "softcap": 5.0, "sinks": True},
-    "dense value_dim": {"bits": None, "head_dim": 96, "value_dim": 80, "heads": (16, 1)},
-    "8 bits": {},
-    "4 bits": {"bits": (4, 4)},
-    "bf16": {"bits": (8, 4), "dtype": mx.bfloat16, "head_dim": 128},
-    "f16 extras q_len 3": {"bits": (4, 8), "q_len": 3, "softcap": 5.0, "sinks": True},
-    "groups of 32": {"bits": (8, 4), "group_size": 32, "head_dim": 96},
-    "groups of 32, the other way": {"bits": (4, 8), "group_size": 32, "head_dim": 128, "value_dim": 64},
-    "four groups side by side": {"bits": (8, 4), "group_size": 32, "head_dim": 128, "heads": (4, 2)},
-    "four groups of 64": {"bits": (4, 4), "head_dim": 256, "heads": (1, 1), "dtype": mx.bfloat16},
-    "eight bits of wide heads": {"head_dim": 256, "heads": (4, 2)},
-    "groups of 128": {"bits": (8, 4), "group_size": 128, "head_dim": 128, "value_dim": 256},
-    "one group of 4 bits": {"bits": (4, 8), "group_size": 128, "head_dim": 128},
-    "gqa 16": {"bits": (8, 4), "heads": (16, 1), "head_dim": 128},
-    "gqa 7": {"bits": (4, 8), "heads": (7, 1), "head_dim": 192, "dtype": mx.bfloat16},
-    "gqa 1": {"heads": (2, 2), "block_size": 8},
-    "block 128": {"bits": (4, 4), "block_size": 128},
-}
-
-
-@pytest.mark.parametrize("name", quick(list(CLASSES), "four groups of 64"))
-def test_matches_reference(name):
-    check(case_of(RAGGED, **CLASSES[name]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4), (4, 8)])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_sweep(head_dim, bits, group_size):
-    if head_dim % group_size:
-        pytest.skip("groups do not divide it")
-    for heads in ((4, 2), (12, 1)):
-        for dtype in TOLERANCE:
-            check(case_of([130, 1, 31], bits, group_size, head_dim=head_dim, heads=heads, dtype=dtype), orders=(0,))
-
-
-@pytest.mark.parametrize("bits", [None, *slow((8, 4), single=True)])
-def test_window(bits):
-    # Tables are wild outside the window, and stale slots have scales of NaN: reading either would be seen.
-    check(case_of([5, 15, 16, 150], bits, starts=[3, 14, 15, 130], sinks=True))
-
-
-@pytest.mark.parametrize("sinks", [False, *slow(True)])
-def test_rows_that_see_nothing_are_zero(sinks):
-    case = case_of([4, 20], sinks=sinks)
-    case.ends[0] = 0
-    assert not check(case)[0].any()
+def case_of(contexts, bits=(8, 8), **options):
+    return decode_case(contexts, bits, "tensor", **options)
 
 
 @pytest.mark.parametrize("bits", [(4, 4), *slow(None), *slow((8, 4), single=True)])
-def test_bits_depend_neither_on_batchmates_nor_on_runs(bits):
+def test_bits_do_not_depend_on_runs(bits):
     case = case_of([100, 700], bits, starts=[0, 3], sinks=True)
-    expected, _ = run(case, checked=False, orders=(0,), run=1)
-    for length in (2, 4):
-        again, _ = run(case, checked=False, orders=(0,), run=length)
-        assert again.tobytes() == expected.tobytes()
-    np.testing.assert_allclose(expected, case.reference(), atol=2e-3, rtol=2e-3)
-    case.q, case.ends, case.starts, case.tables = case.q[1:], case.ends[1:], case.starts[1:], case.tables[1:]
-    alone, _ = run(case, checked=False, orders=(0,))
-    assert alone[0].tobytes() == expected[1].tobytes()
+    outs = [launch(case, "tensor", checked=False, orders=(0,), shape={"run": n})[0].tobytes() for n in (1, 2, 4)]
+    assert outs[0] == outs[1] == outs[2]
 
 
 @pytest.mark.parametrize(
@@ -119,22 +31,7 @@ def test_bits_depend_neither_on_batchmates_nor_on_runs(bits):
 )  # fmt: skip
 def test_every_launch_shape_matches_reference(shape):
     for bits in ((8, 8), (4, 4)):
-        check(case_of([100, 200, 330], bits, starts=[1, 20, 300], heads=(3, 1)), orders=(0,), **shape)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bits", "group_size"),
-    quick([(a, *b) for a in list(TOLERANCE) for b in [(None, 64), ((8, 4), 64), ((4, 8), 32), ((4, 8), 128)]],
-    (mx.float16, None, 64), (mx.bfloat16, (8, 4), 64), (mx.float16, (4, 8), 128))
-)  # fmt: skip
-def test_append_quantises_the_newest_token_and_attends_to_it(bits, group_size, dtype):
-    # Its slot holds NaN: reading it before would be seen. 300 tokens: several partitions.
-    case = case_of([1, 16, 17, 150, 300], bits, group_size, head_dim=128, dtype=dtype, heads=(4, 2))
-    before, full = run(case, orders=(0,))
-    out, written = run(case, append=case.take_out_newest())
-    assert out.tobytes() == before.tobytes()
-    for got, expected in zip(written, full, strict=True):
-        assert got.tobytes() == expected.tobytes()
+        check(case_of([100, 200, 330], bits, starts=[1, 20, 300], heads=(3, 1)), "tensor", orders=(0,), shape=shape)
 
 
 def scaled(case, by):
@@ -157,7 +54,7 @@ SIZES = [{"v": 2.0**-20}, {"v": 2.0**30}, {"q": 2.0**-30, "k": 2.0**30}, {"q": 2
 @pytest.mark.parametrize(("bits", "by"), quick(crossed([(8, 8), (4, 4)], SIZES), ((4, 4), SIZES[2])), ids=str)
 def test_values_beyond_the_range_of_float16_match_reference(bits, by):
     case = scaled(case_of([40, 150], bits, dtype=mx.bfloat16), by)
-    out, _ = run(case, orders=(0,))
+    out, _ = launch(case, "tensor", orders=(0,))
     unit = by.get("v", 1.0)
     np.testing.assert_allclose(out / unit, case.reference() / unit, atol=2e-2, rtol=2e-2)
 
@@ -173,10 +70,11 @@ def test_tokens_of_very_different_sizes():
     pair[1][:] *= sizes
     case.rows = [case._kept(*pair)]
     case._fill()
-    out, _ = run(case, orders=(0,), unroll=1)
+    out, _ = launch(case, "tensor", orders=(0,), shape={"unroll": 1})
     expected = case.reference()
     np.testing.assert_allclose(out, expected, atol=1e-2 * np.abs(expected).max())
-    stuck, _ = run(case, [("if (exponent > range) {", "if (exponent > range && range == 15) {")], orders=(0,), unroll=1)
+    edit = ("if (exponent > range) {", "if (exponent > range && range == 15) {")
+    stuck, _ = launch(case, "tensor", edits=[edit], orders=(0,), shape={"unroll": 1})
     assert not np.allclose(stuck, expected, atol=1e-2 * np.abs(expected).max())
 
 
@@ -227,24 +125,24 @@ QUANTIZED_DEFECTS = {
 WIDE = [("dense", name) for name in DENSE_DEFECTS] + [("quantised", name) for name in QUANTIZED_DEFECTS]
 
 
-def differs(case, edit, before, written):
+def differs(case, edit, newest):
     """Return whether a mutation is seen in the result or in the pool, if need be with threads in another order."""
     for orders in ((0,), (0, 1)):
         try:
-            out, pools = run(case, [edit], orders=orders, append=case.newest, run=2)
+            out, fake = launch(case, "tensor", edits=[edit], orders=orders, append=newest, shape={"run": 2})
         except (EmuError, AssertionError):
             return True
-        same = all(a.tobytes() == b.tobytes() for a, b in zip(pools, written, strict=True))
-        if not same or not np.allclose(out, before, atol=2e-3):
+        if not case.is_full_again(fake.written) or not np.allclose(out, case.expected, atol=2e-3):
             return True
     return False
 
 
 @functools.cache
 def case_for_defects(bits, group_size):
-    """Return a case in which defects show, without its newest tokens, and the result and pools of the unchanged
-    text."""
-    case = case_of([129, 300, 900], bits, group_size, head_dim=128, heads=(6, 2), sinks=True, starts=[10, 0, 7])
+    """Return a case in which defects show, with the result of the unchanged text, and its newest tokens."""
+    case = case_of(
+        [129, 300, 900], bits, group_size=group_size, head_dim=128, heads=(6, 2), sinks=True, starts=[10, 0, 7]
+    )
     # Scores, sizes of values and queries that differ much; some groups are negative.
     case = scaled(case, {"q": 3.0})
     k, v = case._dense
@@ -259,10 +157,8 @@ def case_for_defects(bits, group_size):
     case.q = case.q * mx.array([1.0, 4.0, 0.25, 1.0, 1.0, 2.0])[:, None, None].astype(case.dtype)
     case.rows = [case._kept(*pair) for pair in case._given]
     case._fill()
-    before, _ = run(case, orders=(0,), run=2)
-    _, written = run(case, orders=(0,))
-    case.newest = case.take_out_newest()
-    return case, before, written
+    case.expected, _ = launch(case, "tensor", orders=(0,), shape={"run": 2})
+    return case, case.take_out_newest()
 
 
 @pytest.mark.parametrize(
@@ -274,8 +170,8 @@ def test_planted_defects_are_seen(which, name):
     # Groups of 32 have shorter chunks, of which a warp takes several in a partition.
     forms = [(None, 0)] if which == "dense" else [((8, 8), 64), ((4, 4), 64), ((8, 4), 32)]
     for form in forms:
-        case, before, written = case_for_defects(*form)
-        if differs(case, edit, before, written):
+        case, newest = case_for_defects(*form)
+        if differs(case, edit, newest):
             return
     pytest.fail("nothing was wrong")
 
@@ -287,13 +183,13 @@ def test_reads_outside_a_window_are_caught():
         ("first_block), last_block)]", "first_block), last_block + 1)]"),
     ):
         with pytest.raises(EmuError, match=r"wild load|out-of-bounds"):
-            run(case, [(old, new)])
+            launch(case, "tensor", edits=[(old, new)])
 
 
 def test_dense_weights_are_as_precise_as_quantised_ones():
     # A single column of weights, so that their rounding, to 2^-16 or finer, is the only error.
     for bits in (None, (8, 8)):
         case = case_of([300], bits, head_dim=64, heads=(1, 1))
-        out, _ = run(case, orders=(0,))
+        out, _ = launch(case, "tensor", orders=(0,))
         exact = case.reference()
         assert np.abs(out - to_float(mx.array(exact.astype(np.float32)).astype(case.dtype))).max() <= 2.0**-10

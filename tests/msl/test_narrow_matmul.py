@@ -76,13 +76,6 @@ def check(x, w, bias, tile):
     np.testing.assert_allclose(run(x, w, bias, tile), want, rtol=precision, atol=precision)
 
 
-def test_reference_equals_mlxs_dequantize():
-    for form in FORMS:
-        w = weight(5, 256, form, mx.float16)
-        want = mx.dequantize(*w.arrays, form[1], form[0])
-        np.testing.assert_allclose(values_of(w, mx.float16), to_float(want), rtol=2e-3, atol=1e-4)
-
-
 PRODUCTS = [(None, dtype, tile) for dtype in DTYPES for tile in TILES]
 PRODUCTS += [(form, *pair) for form in FORMS for pair in crossed(DTYPES, TILES)]
 CHEAP = [(None, DTYPES[0], TILES[0]), (None, DTYPES[1], TILES[1]), ((4, 32), DTYPES[0], TILES[0])]

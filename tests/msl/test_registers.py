@@ -20,7 +20,7 @@ from mlx_paged.kernels.launch_shape import (
 )
 from mlx_paged.kernels.ops import variants_of
 from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
-from tests.support.cases import quick, slow
+from tests.support.cases import quick
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import registers
 from tests.support.msl.harness import emulated
@@ -31,33 +31,80 @@ POPULAR = [(64, 4), (128, 3), (128, 4), (64, 7), (128, 7), (128, 8), (64, 8), (1
 DTYPES = (mx.bfloat16, mx.float32)
 
 
-def of_metal(
-    head_dim: int,
-    gqa: int,
-    bits: tuple[int, int] | None = None,
-    dtype: mx.Dtype = mx.bfloat16,
-    single: bool = False,
-    **shape: int,
+PREFILL = (BODY, QUANTIZED_BODY)
+
+
+def registers_of(
+    body: str, head_dim: int, gqa: int, *, bits: tuple[int, int] | None = None, single: bool = False, **options: Any
 ) -> registers.Registers:
-    """Return the registers of paged_decode, or of quantized_decode if ``bits`` are given."""
-    body, pages = (
-        ("paged_decode", None) if bits is None else ("quantized_decode", page_shape(head_dim, bits, 32, dtype))
-    )
-    variant = Variant(body, "metal", dtype, head_dim, head_dim, gqa, 32, pages=pages)
-    constants = decode_constants_of(variant, shape_for(variant)._replace(**shape))
-    return registers.registers_of(body, (*constants, ("SINGLE", single), ("O", dtype if single else mx.float32)))
+    """Return what an instance of a body needs; ``options``: fields of its variant, or of a portable body's shape."""
+    backend = "metal" if body in ("paged_decode", "quantized_decode") else "cuda"
+    dtype = options.pop("dtype", mx.bfloat16)
+    pages = bits and page_shape(head_dim, bits, 32 if backend == "metal" else 64, dtype)
+    variant = Variant(body, backend, dtype, head_dim, head_dim, gqa, 32, pages=pages)
+    if backend == "metal":
+        constants = decode_constants_of(variant, shape_for(variant)._replace(**options))
+        return registers.registers_of(body, (*constants, ("SINGLE", single), ("O", dtype if single else mx.float32)))
+    variant = variant._replace(**options)
+    if body in PREFILL:
+        constants = prefill_constants_of(variant, prefill_shape_for(head_dim, head_dim, pages))
+    else:
+        constants = (*decode_constants_of(variant, shape_for(variant)), ("GROUPS", shape_for(variant).groups))
+    return registers.registers_of(body, constants, None, "sm_90")
+
+
+def spill_limit(body: str, head_dim: int) -> int:
+    """Return the bytes that may be spilled. Prefill's tiles of 128 rows of wide heads leave no register free, and are
+    faster than those of 64 rows, which spill nothing (docs/adr/0023). Four thread groups a core that spill a few bytes
+    decode quantised pages faster than fewer without (docs/adr/0026)."""
+    if body in PREFILL:
+        return {64: 0, 80: 20}.get(head_dim, 16 if head_dim > 128 else 128)
+    return (48 if head_dim > 128 else 32) if body == "quantized_decode_tensor" else 0
+
+
+INSTANCES: list[tuple[str, int, int, dict[str, Any]]] = [
+    *(("paged_decode", *each, {}) for each in POPULAR),
+    ("quantized_decode", 64, 4, {"bits": (8, 8)}),
+    ("quantized_decode", 128, 4, {"bits": (8, 4)}),
+    ("quantized_decode", 128, 8, {"bits": (4, 4)}),
+    ("quantized_decode", 256, 2, {"bits": (8, 8)}),
+    *(("quantized_decode_tensor", dim, gqa, {"bits": (8, 8)}) for dim, gqa in ((64, 4), (128, 4), (256, 2))),
+    ("quantized_decode_tensor", 128, 8, {"bits": (4, 4)}),
+    (BODY, 64, 4, {}),
+    (BODY, 64, 7, {"dtype": mx.float16, "sinks": True}),
+    (BODY, 80, 1, {}),
+    (BODY, 128, 4, {}),
+    (BODY, 256, 2, {"softcap": True}),
+    (QUANTIZED_BODY, 64, 4, {"bits": (8, 8)}),
+    (QUANTIZED_BODY, 128, 4, {"bits": (4, 4)}),
+    (QUANTIZED_BODY, 256, 2, {"bits": (8, 8)}),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("body", "head_dim", "gqa", "options"), quick(INSTANCES, ("paged_decode", 64, 4, {})))
+def test_instances_of_popular_models_do_not_spill(body: str, head_dim: int, gqa: int, options: dict[str, Any]) -> None:
+    found = registers_of(body, head_dim, gqa, **options)
+    assert max(found.stored, found.loaded) <= spill_limit(body, head_dim), found
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("head_dim", "gqa", "bits"),
+    ("body", "gqa", "dtype", "single"),
     quick(
-        [*((*each, None) for each in POPULAR), (64, 4, (8, 8)), (128, 4, (8, 4)), (128, 8, (4, 4)), (256, 2, (8, 8))],
-        (64, 4, None),
+        [("latent_decode", gqa, dtype, False) for gqa in (16, 10, 7, 1) for dtype in DTYPES]
+        + [("latent_decode_tensor", 64, mx.bfloat16, single) for single in (False, True)],
+        ("latent_decode", 7, mx.float32, False),
+        ("latent_decode_tensor", 64, mx.bfloat16, True),
     ),
 )
-def test_plans_of_popular_models_do_not_spill(head_dim: int, gqa: int, bits: tuple[int, int] | None) -> None:
-    found = of_metal(head_dim, gqa, bits)
+def test_latents_do_not_spill(body: str, gqa: int, dtype: mx.Dtype, single: bool) -> None:
+    is_tensor = body == "latent_decode_tensor"
+    variant = Variant(body, "cuda" if is_tensor else "metal", dtype, 576, 512, gqa, 32)
+    out = dtype if single else mx.float32
+    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
+    limits = (None, "sm_90a") if is_tensor else ()
+    found = registers.registers_of(body, constants, *limits)
     assert (found.stored, found.loaded) == (0, 0), found
 
 
@@ -70,37 +117,16 @@ def test_plans_of_popular_models_do_not_spill(head_dim: int, gqa: int, bits: tup
 def test_no_plan_spills(head_dim: int, gqa: int, bits: tuple[int, int] | None, dtype: mx.Dtype) -> None:
     if bits is not None and head_dim % 32:
         pytest.skip("groups do not divide it")
+    body = "paged_decode" if bits is None else "quantized_decode"
     for single in (False, True) if bits is None else (False,):
-        found = of_metal(head_dim, gqa, bits, dtype, single)
+        found = registers_of(body, head_dim, gqa, bits=bits, dtype=dtype, single=single)
         assert (found.stored, found.loaded) == (0, 0), found
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_layout_that_is_too_large_spills() -> None:
-    assert of_metal(128, 8, lanes=8, unroll=4).stored > 100
-
-
-def spilled_by_prefill(head_dim: int, gqa: int, **options: object) -> registers.Registers:
-    variant = Variant(BODY, "cuda", mx.bfloat16, head_dim, head_dim, gqa, 32)._replace(**options)
-    constants = prefill_constants_of(variant, prefill_shape_for(head_dim, head_dim))
-    return registers.registers_of(BODY, constants, None, "sm_90")
-
-
-def spill_limit(head_dim: int) -> int:
-    """Return the bytes that may be spilled: tiles of 128 rows of wide heads leave no register free, and are faster than
-    those of 64 rows, which spill nothing (docs/adr/0023)."""
-    return {64: 0, 80: 20}.get(head_dim, 16 if head_dim > 128 else 128)
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("head_dim", "gqa", "options"), slow((64, 4, {}), (64, 7, {"dtype": mx.float16, "sinks": True}), (80, 1, {}),
-    (128, 4, {}), (256, 2, {"softcap": True}))
-)  # fmt: skip
-def test_prefill_does_not_spill(head_dim: int, gqa: int, options: dict[str, object]) -> None:
-    found = spilled_by_prefill(head_dim, gqa, **options)
-    assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
+    assert registers_of("paged_decode", 128, 8, lanes=8, unroll=4).stored > 100
 
 
 @pytest.mark.slow
@@ -110,38 +136,8 @@ def test_prefill_does_not_spill(head_dim: int, gqa: int, options: dict[str, obje
 @pytest.mark.parametrize("gqa", [1, 3, 4, 16])
 @pytest.mark.parametrize("head_dim", [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM])
 def test_no_prefill_spills(head_dim: int, gqa: int, block_size: int, extras: bool) -> None:
-    found = spilled_by_prefill(head_dim, gqa, block_size=block_size, softcap=extras, sinks=extras)
-    assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
-
-
-def quantized_registers(
-    body: str, head_dim: int, gqa: int, bits: tuple[int, int], **options: Any
-) -> registers.Registers:
-    pages = page_shape(head_dim, bits, 64, mx.bfloat16)
-    variant = Variant(body, "cuda", mx.bfloat16, head_dim, head_dim, gqa, 32, pages=pages)._replace(**options)
-    if body == QUANTIZED_BODY:
-        constants = prefill_constants_of(variant, prefill_shape_for(head_dim, head_dim, pages))
-    else:
-        cut = shape_for(variant)
-        constants = (*decode_constants_of(variant, cut), ("GROUPS", cut.groups))
-    return registers.registers_of(body, constants, None, "sm_90")
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("head_dim", "gqa", "bits"), slow((64, 4, (8, 8)), (128, 4, (8, 8)), (128, 8, (4, 4)), (256, 2, (8, 8)))
-)  # fmt: skip
-def test_decoding_quantised_pages_does_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
-    found = quantized_registers("quantized_decode_tensor", head_dim, gqa, bits)
-    # Four thread groups a core, spilling a few bytes, are faster than fewer without (docs/adr/0026).
-    assert max(found.stored, found.loaded) <= (48 if head_dim > 128 else 32), found
-
-
-@needs_compiler
-@pytest.mark.parametrize(("head_dim", "gqa", "bits"), slow((64, 4, (8, 8)), (128, 4, (4, 4)), (256, 2, (8, 8))))
-def test_quantised_prefill_does_not_spill(head_dim: int, gqa: int, bits: tuple[int, int]) -> None:
-    found = quantized_registers(QUANTIZED_BODY, head_dim, gqa, bits)
-    assert max(found.stored, found.loaded) <= spill_limit(head_dim), found
+    found = registers_of(BODY, head_dim, gqa, block_size=block_size, softcap=extras, sinks=extras)
+    assert max(found.stored, found.loaded) <= spill_limit(BODY, head_dim), found
 
 
 @pytest.mark.parametrize(("cores", "kv_heads"), [(8, 8), (10, 8), (20, 8), (40, 8), (76, 8), (80, 8), (40, 4), (76, 5)])
@@ -174,8 +170,10 @@ def test_partitions_on_cuda_do_not_depend_on_kv_heads() -> None:
     assert shape_for(variant).partition == 128 and shape_for(variant).first == 0
 
 
-def test_unknown_gpus_use_the_partition_that_was_measured() -> None:
+def test_partitions_follow_cores_and_unknown_gpus_have_the_measured_ones() -> None:
     assert partition_for(None) == 128
+    variant = Variant("paged_decode", "metal", mx.bfloat16, 64, 64, 2, 32, groups=MOST_GROUPS)
+    assert [shape_for(variant, cores).partition for cores in (8, 20, 30, 32, 38, 80)] == [128, 128, 64, 64, 32, 32]
 
 
 def test_core_count_is_read_from_the_listing_of_macos() -> None:

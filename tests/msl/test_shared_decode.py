@@ -7,12 +7,11 @@ import pytest
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import kernel_text
-from mlx_paged.kernels.check import self_check
-from mlx_paged.kernels.launch_shape import SHARED_BODIES, Variant, shape_for
+from mlx_paged.kernels.launch_shape import SHARED_BODIES, shape_for
 from mlx_paged.kernels.quantized import PageShape
 from mlx_paged.kernels.shared_runs import Partitions, shared_items, shared_rows
 from scripts.support.paged_decode import decode_variants
-from tests.support.cases import quick, slow
+from tests.support.cases import quick
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Case, emulated
 
@@ -106,38 +105,6 @@ def test_rows_have_the_same_bits_as_alone(name):
     np.testing.assert_allclose(out, case.reference(), atol=2e-2, rtol=2e-2)
     lengths = [-(-n // (128 if n <= 512 else 256)) for n in contexts]
     assert items - 2 < sum(lengths)  # something was shared
-
-
-def variant_of(head_dim=64, gqa=4, **extras):
-    body = SHARED_BODIES["pages" in extras]
-    return Variant(body, "cuda", mx.float16, head_dim, head_dim, gqa, 32, **extras)
-
-
-def checked(variant, edit=()):
-    with emulated(variant.backend, checked=False, orders=(0,), edit={variant.body: edit}, in_place=True):
-        return self_check(variant)
-
-
-@pytest.mark.parametrize(
-    "options",
-    slow(
-        {},
-        {"head_dim": 128, "sinks": True},
-        {"softcap": True, "gqa": 1},
-        {"pages": PageShape.of(64, (8, 4), 64, mx.float16)},
-    ),
-    ids=str,
-)
-def test_self_check_passes(options):
-    result = checked(variant_of(**options))
-    assert result.ok, result.reason
-
-
-@pytest.mark.slow
-def test_self_check_finds_chunks_counted_from_the_window():
-    """The sums are in another order, which few 16-bit results show."""
-    result = checked(variant_of(softcap=True, gqa=1), [("SG - lo / CHUNK % SG;", "SG;")])
-    assert "differ from those of single rows" in result.reason
 
 
 DEFECTS = {

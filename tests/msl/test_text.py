@@ -10,32 +10,25 @@ import pytest
 
 from mlx_paged.kernels import bodies, draw_rows, quantized
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.decode_spec import decode_constants_of
-from mlx_paged.kernels.launch_shape import HEAD_DIMS, MATRIX_BODIES, shape_for
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, MATRIX_BODIES, Variant, shape_for
 from tests.support.cases import crossed, quick
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import msl_source
 
 checker = pytest.importorskip("tests.support.msl.checker")
 
-POOL = [(4, 99999, "T"), (4, 99999, "T"), (1, 1, "uint32")]
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+EXTRAS = {"paged_decode", "quantized_decode", *MATRIX_BODIES}  # with softcap and sinks
 
 
-def decode_inputs(rows, dtype):
-    small = [(2, rows * 4, "int32"), (2, rows, "int32"), (2, rows, "int32"), (1, 3, "float32"), (1, 2, "float32")]
-    return [(4, 9999, dtype), *pool(dtype), (4, 999, dtype), (4, 999, dtype), *small]
+def pool(kind):
+    return [(4, 99999, kind), (4, 99999, kind), (1, 1, "uint32")]
 
 
-def pool(dtype):
-    return [(n, size, dtype if d == "T" else d) for n, size, d in POOL]
-
-
-def decode_constants(dtype, head_dim=128, gqa=4, block=32, extras=True, single=True):
-    variant = kernels.Variant("paged_decode", "metal", dtype, head_dim, head_dim, gqa, block, extras, extras)
-    out = dtype if single else mx.float32
-    return (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out)), out
+def name_of(dtype):
+    return str(dtype).split(".")[-1]
 
 
 def problems(body, constants, inputs, out_dtypes, edit=None):
@@ -47,77 +40,43 @@ def problems(body, constants, inputs, out_dtypes, edit=None):
     return checker.check_kernel(record.inputs, record.outputs, source, header, [(inputs, out_dtypes, [])])
 
 
-def name_of(dtype):
-    return str(dtype).split(".")[-1]
-
-
-def decode_problems(dtype, rows=9, edit=None, **options):
-    constants, out = decode_constants(dtype, **options)
-    outs = [name_of(out), "float32", "uint32"]
-    return problems("paged_decode", constants, decode_inputs(rows, name_of(dtype)), outs, edit)
-
-
-def quantized_problems(dtype, rows=9, edit=None, head_dim=128, gqa=4, bits=(8, 4), group_size=32, single=True):
-    pages = page_shape(head_dim, bits, group_size, dtype)
-    variant = kernels.Variant("quantized_decode", "metal", dtype, head_dim, head_dim, gqa, 32, True, True, pages)
-    out = dtype if single else mx.float32
+def decode_problems(body, dtype, rows=9, edit=None, *, head_dim=128, gqa=4, bits=(8, 4), single=True, **options):
+    """Return the problems of a body that attends, over pages of ``bits`` if it reads quantised ones."""
+    pages = page_shape(head_dim, bits, options.pop("group_size", 32), dtype) if body.startswith("quantized") else None
+    dims = (576, 512) if body == "latent_decode" else (head_dim, head_dim)
+    extras = options.get("extras", body in EXTRAS)
+    variant = Variant(body, "metal", dtype, *dims, gqa, options.get("block", 32), extras, extras, pages)
+    out, kind = dtype if single else mx.float32, name_of(dtype)
     constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
-    d = name_of(dtype)
-    inputs = [(n, size, "uint32" if i in (1, 2) else kind) for i, (n, size, kind) in enumerate(decode_inputs(rows, d))]
-    return problems("quantized_decode", constants, inputs, [name_of(out), "float32", "uint32"], edit)
+    small = [(2, rows * 4, "int32"), (2, rows, "int32"), (2, rows, "int32"), (1, 3, "float32"), (1, 2, "float32")]
+    pools = pool("uint32" if pages else kind)
+    inputs = [(4, 9999, kind), *pools, (4, 999, kind), (4, 999, kind), *small]
+    return problems(body, constants, inputs, [name_of(out), "float32", "uint32"], edit)
 
 
-DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+DECODE = [  # body, and options of two texts
+    ("paged_decode", {"single": True}, {"single": False}),
+    ("quantized_decode", {"bits": (8, 8)}, {"bits": (4, 4), "single": False}),
+    ("quantized_decode", {"bits": (8, 4)}, {"head_dim": 256, "gqa": 16, "group_size": 128}),
+    ("latent_decode", {"gqa": 10}, {"gqa": 10, "single": False}),
+    *((body, {"gqa": 5, "head_dim": 96}, {"gqa": 16, "single": False}) for body in MATRIX_BODIES),
+]
 
 
+@pytest.mark.parametrize("case", range(len(DECODE)), ids=lambda n: DECODE[n][0])
 @pytest.mark.parametrize(
-    ("dtype", "rows", "single"), quick(crossed(DTYPES, [2, 9], [True, False]), (mx.float32, 2, True),
-    (mx.bfloat16, 9, True), (mx.float16, 9, False))
-)  # fmt: skip
-def test_decode_is_clean(single, rows, dtype):
-    assert decode_problems(dtype, rows, single=single) == []
+    ("dtype", "rows"), quick(crossed(DTYPES, [2, 9]), (mx.float32, 2), (mx.float16, 9), (mx.bfloat16, 2))
+)
+def test_decode_is_clean(case, dtype, rows):
+    body, *texts = DECODE[case]
+    if dtype != mx.float32 or body not in MATRIX_BODIES:
+        for options in texts:
+            assert decode_problems(body, dtype, rows, **options) == []
 
 
 @pytest.mark.parametrize("head_dim", quick(HEAD_DIMS, 64, 112, 256))
 def test_every_head_dim_is_clean(head_dim):
-    assert decode_problems(mx.bfloat16, head_dim=head_dim, gqa=16, block=8, extras=False) == []
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rows", "bits", "single"), quick([(a, b, *c) for a in DTYPES for b in [2, 9] for c in [((8, 8), True),
-    ((4, 4), False), ((8, 4), True)]], (mx.float32, 2, (8, 8), True), (mx.float16, 9, (4, 4), False),
-    (mx.bfloat16, 2, (8, 4), True))
-)  # fmt: skip
-def test_quantized_decode_is_clean(bits, single, rows, dtype):
-    assert quantized_problems(dtype, rows, bits=bits, single=single) == []
-    assert quantized_problems(dtype, rows, head_dim=256, gqa=16, group_size=128, bits=bits) == []
-
-
-@pytest.mark.parametrize(
-    ("bits", "rows", "dtype"), quick(crossed([None, (8, 8), (8, 4)], [2, 9], DTYPES[1:]), (None, 2, mx.bfloat16),
-    (None, 9, mx.float16), ((8, 4), 9, mx.bfloat16))
-)  # fmt: skip
-def test_matrix_decode_is_clean(bits, rows, dtype):
-    for single, gqa, head_dim in ((True, 5, 96), (False, 16, 128)):
-        assert matrix_problems(dtype, rows, bits, single, gqa, head_dim) == []
-
-
-def matrix_problems(dtype, rows=9, bits=None, single=True, gqa=8, head_dim=64, edit=None):
-    pages, body = bits and page_shape(head_dim, bits, 32, dtype), MATRIX_BODIES[bits is not None]
-    variant = kernels.Variant(body, "metal", dtype, head_dim, head_dim, gqa, 32, True, True, pages)
-    out, d = dtype if single else mx.float32, name_of(dtype)
-    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
-    inputs = [
-        (n, size, "uint32" if bits and i in (1, 2) else kind)
-        for i, (n, size, kind) in enumerate(decode_inputs(rows, d))
-    ]
-    return problems(body, constants, inputs, [name_of(out), "float32", "uint32"], edit)
-
-
-def test_checker_catches_in_matrix_decode():
-    assert matrix_problems(mx.bfloat16, edit=("const_cast<device T*>(k_pool)", "k_pool"))
-    assert matrix_problems(mx.float16, edit=("static_cast<O>(o)", "o"))
-    assert matrix_problems(mx.float16, bits=(8, 4), edit=("threadgroup T* const own_staged", "T* const own_staged"))
+    assert decode_problems("paged_decode", mx.bfloat16, head_dim=head_dim, gqa=16, block=8, extras=False) == []
 
 
 STORED = re.compile(r"const_cast<device \w+\*>\(([^)]*)\)")
@@ -132,52 +91,16 @@ def test_pointers_that_are_read_back_come_from_one_buffer(body):
         assert source.count("k_pool") == source.count("v_pool") == 1
 
 
-def latent_problems(dtype, rows=9, edit=None, gqa=10, single=True):
-    variant = kernels.Variant("latent_decode", "metal", dtype, 576, 512, gqa, 32)
-    out = dtype if single else mx.float32
-    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
-    outs = [name_of(out), "float32", "uint32"]
-    return problems("latent_decode", constants, decode_inputs(rows, name_of(dtype)), outs, edit)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rows", "single"), quick(crossed(DTYPES, [2, 9], [True, False]), (mx.float32, 2, True),
-    (mx.bfloat16, 9, True), (mx.float16, 9, False))
-)  # fmt: skip
-def test_latent_decode_is_clean(single, rows, dtype):
-    assert latent_problems(dtype, rows, single=single) == []
-
-
-def test_checker_catches_in_latent_decode():
-    stored = ("const_cast<device T*>(v_pool)[at", "v_pool[at")
-    assert latent_problems(mx.bfloat16, edit=stored)
-    assert latent_problems(mx.float16, edit=("const int64_t slot", "const int slot"))
-    assert latent_problems(mx.float32, edit=("const float key = packet", "const T4 key = packet"))
-
-
-WORDS = [(4, 99999, "uint32"), (4, 99999, "uint32"), (1, 1, "uint32")]
-
-
 def move_problems(body, dtype, rows, edit=None):
     own, d = body.startswith("quantized"), name_of(dtype)
     constants = quantized.page_constants if own else quantized.row_constants
     kind = d if own else "uint32"
     if body.endswith("gather") or body.startswith("gather"):
-        inputs, outs = [*WORDS, (1, rows, "int32"), (1, 2, "int32")], [kind, kind, "uint32"]
+        inputs, outs = [*pool("uint32"), (1, rows, "int32"), (1, 2, "int32")], [kind, kind, "uint32"]
     else:
-        inputs, outs = [*WORDS, (4, 128 * rows, kind), (4, 128 * rows, kind), (1, rows, "int64")], ["uint32"]
+        inputs, outs = [*pool("uint32"), (4, 128 * rows, kind), (4, 128 * rows, kind), (1, rows, "int64")], ["uint32"]
     known = (*constants(page_shape(128, (8, 4), 64, dtype), 16), ("S", mx.int64))
     return problems(body, known, inputs, outs, edit)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rows", "body"),
-    quick(crossed(DTYPES, [2, 9], ["quantized_write", "quantized_gather", "write_rows", "gather_rows"]),
-    (mx.float32, 2, "quantized_write"), (mx.float16, 9, "quantized_gather"), (mx.bfloat16, 2, "write_rows"),
-    (mx.float32, 2, "gather_rows"))
-)  # fmt: skip
-def test_moves_of_quantized_pages_are_clean(body, rows, dtype):
-    assert move_problems(body, dtype, rows) == []
 
 
 OTHERS = {
@@ -198,29 +121,22 @@ def other_problems(body, dtype, rows, edit=None):
     return problems(body, tuple(constants), OTHERS[body](d, rows), outs, edit)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rows", "body"), quick(crossed(DTYPES, [2, 9], list(OTHERS)), (mx.float32, 2, "merge_partitions"),
-    (mx.float16, 9, "write_slots"), (mx.bfloat16, 2, "gather_blocks"), (mx.float32, 2, "copy_blocks"))
-)  # fmt: skip
-def test_others_are_clean(body, rows, dtype):
-    assert other_problems(body, dtype, rows) == []
-
-
-def draw_problems(dtype, rows, edit=None):
+def draw_problems(body, dtype, rows, edit=None):
     inputs = [(2, rows * 999, name_of(dtype)), (2, rows * 8, "float32"), (2, rows * 8, "uint32"), (1, rows, "uint32")]
-    return problems("draw_rows", draw_rows.kernel_key(dtype, "metal").constants, inputs, ["uint32"], edit)
+    return problems(body, draw_rows.kernel_key(dtype, "metal").constants, inputs, ["uint32"], edit)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 9])
-def test_draw_rows_is_clean(rows, dtype):
-    assert draw_problems(dtype, rows) == []
+FIND = {
+    **dict.fromkeys(("quantized_write", "quantized_gather", "write_rows", "gather_rows"), move_problems),
+    **dict.fromkeys(OTHERS, other_problems),
+    "draw_rows": draw_problems,
+}
+ALWAYS = [(DTYPES[n % 3], (2, 9)[n % 2], body) for n, body in enumerate(FIND)]
 
 
-def test_checker_catches_in_draw_rows():
-    assert draw_problems(mx.bfloat16, 9, ("static_cast<float>(x[start + i]), LEAST", "x[start + i], LEAST"))
-    assert draw_problems(mx.float16, 9, ("-static_cast<float>(place)", "-place"))
-    assert draw_problems(mx.float32, 9, ("const int64_t start", "const int start"))
+@pytest.mark.parametrize(("dtype", "rows", "body"), quick(crossed(DTYPES, [2, 9], list(FIND)), *ALWAYS))
+def test_other_bodies_are_clean(body, rows, dtype):
+    assert FIND[body](body, dtype, rows) == []
 
 
 BAD = {
@@ -242,20 +158,29 @@ def test_checker_catches(name):
     assert any(re.search(want, p) for p in found), found
 
 
-def test_checker_catches_in_quantized_texts():
-    write, page = "quantized_write", "const_cast<device uint*>(is_value ? v_pool : k_pool)"
-    assert move_problems(write, mx.bfloat16, 9, (page, "(is_value ? v_pool : k_pool)"))
-    assert move_problems(write, mx.bfloat16, 9, ("static_cast<T>(affine.scale)", "affine.scale"))
-    assert quantized_problems(mx.bfloat16, edit=("mem_flags::mem_device", "mem_flags::mem_global"))
-    assert quantized_problems(
-        mx.float16, edit=("reinterpret_cast<const device T*>(key_page", "reinterpret_cast<const T*>(key_page")
-    )
+BAD_ELSEWHERE = [  # what finds problems, its dtype, and the edit that makes one
+    ("paged_decode", mx.bfloat16, "threadgroup_barrier(mem_flags::mem_threadgroup)", "__syncthreads()"),
+    ("paged_decode", mx.bfloat16, "static_cast<O>(o)", "o"),
+    ("paged_decode", mx.float32, "float l[R];", "float l[q_len];"),
+    ("quantized_decode", mx.bfloat16, "mem_flags::mem_device", "mem_flags::mem_global"),
+    ("quantized_decode", mx.float16, "<const device T*>(key_page", "<const T*>(key_page"),
+    ("matrix_decode", mx.bfloat16, "const_cast<device T*>(k_pool)", "k_pool"),
+    ("matrix_decode", mx.float16, "static_cast<O>(o)", "o"),
+    ("quantized_matrix_decode", mx.float16, "threadgroup T* const own_staged", "T* const own_staged"),
+    ("latent_decode", mx.bfloat16, "const_cast<device T*>(v_pool)[at", "v_pool[at"),
+    ("latent_decode", mx.float16, "const int64_t slot", "const int slot"),
+    ("latent_decode", mx.float32, "const float key = packet", "const T4 key = packet"),
+    ("quantized_write", mx.bfloat16, "const_cast<device uint*>(is_value ? v_pool : k_pool)", "(is_value ? v_pool : k_pool)"),
+    ("quantized_write", mx.bfloat16, "static_cast<T>(affine.scale)", "affine.scale"),
+    ("draw_rows", mx.bfloat16, "static_cast<float>(x[start + i]), LEAST", "x[start + i], LEAST"),
+    ("draw_rows", mx.float16, "-static_cast<float>(place)", "-place"),
+    ("draw_rows", mx.float32, "const int64_t start", "const int start"),
+]  # fmt: skip
 
 
-def test_checker_catches_in_decode():
-    assert decode_problems(mx.bfloat16, edit=("threadgroup_barrier(mem_flags::mem_threadgroup)", "__syncthreads()"))
-    assert decode_problems(mx.bfloat16, edit=("static_cast<O>(o)", "o"))
-    assert decode_problems(mx.float32, edit=("float l[R];", "float l[q_len];"))
+@pytest.mark.parametrize(("body", "dtype", "old", "new"), BAD_ELSEWHERE)
+def test_checker_catches_in_other_bodies(body, dtype, old, new):
+    assert FIND.get(body, decode_problems)(body, dtype, 9, (old, new))
 
 
 DRIFT = """

@@ -5,11 +5,10 @@ import weakref
 
 import pytest
 
-from mlx_paged.errors import BlockStateError, PoolExhaustedError
-from mlx_paged.kv.attention_params import Window
+from mlx_paged.errors import BlockStateError
 from mlx_paged.prefix import prefix_cache
 from mlx_paged.prefix.prefix_cache import KEPT_SHARE, PrefixCache
-from tests.support.prefixes import add, check_contents, compute, found, hold, make_pool, make_tree
+from tests.support.prefixes import add, check_contents, found, hold, make_pool, make_tree
 
 
 def test_whole_blocks_are_found_and_the_last_token_is_left_to_compute() -> None:
@@ -23,15 +22,6 @@ def test_whole_blocks_are_found_and_the_last_token_is_left_to_compute() -> None:
         0,
     ]
     assert [found(cache, range(10), salt) for salt in ("a", "b", None, 1)] == [8, 0, 0, 0]
-
-
-def test_equal_beginnings_are_stored_once() -> None:
-    cache, pool = make_tree((None,))
-    for n in range(3):
-        add(cache, [*range(8), 100 + n, *range(7)])
-    assert len(cache.entries) == pool.stats().live_blocks == 2 + 3 * 2 and cache.num_leaves == 3
-    add(cache, range(8))
-    assert len(cache.entries) == 8 and cache.nbytes == pool.stats().bytes_in_use
 
 
 def test_tokens_are_compared_on_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,21 +50,6 @@ def test_tables_that_do_not_hold_the_tokens_are_refused(problem: str) -> None:
 # Windows -------------------------------------------------------------------------------------------------------------
 
 
-def test_prefix_is_served_if_the_window_before_its_end_is_held() -> None:
-    cache, _pool = make_tree((None, 6))
-    add(cache, range(20), chunks=(4, 8, 12, 16))  # inserted at the end only: blocks behind the window are gone
-    assert found(cache, range(20)) == 20
-    assert [found(cache, [*range(n), 99]) for n in (8, 12, 16)] == [0, 0, 16]
-    add(cache, range(12), chunks=(4, 8))
-    assert [found(cache, [*range(n), 99]) for n in (8, 12, 20)] == [8, 12, 20]
-
-
-def test_chunk_that_ends_with_the_prefix_needs_no_earlier_blocks() -> None:
-    cache, _pool = make_tree((Window(8, 8), None))
-    add(cache, range(16), chunks=(8,))
-    assert found(cache, range(16)) == 16
-
-
 def test_blocks_inside_a_window_group_go_first_and_come_back() -> None:
     cache, pool = make_tree((None, 6))
     for end in (12, 24):
@@ -89,31 +64,6 @@ def test_blocks_inside_a_window_group_go_first_and_come_back() -> None:
 
 
 # Who holds what ------------------------------------------------------------------------------------------------------
-
-
-def test_sharers_of_a_partial_tail_never_see_each_others_tokens() -> None:
-    """The donor keeps writing to its tail block after sharing it."""
-    pool = make_pool((None, 7))
-    shared = tuple(range(10))  # two tokens in the third block
-    donor = pool.new_table()
-    compute(pool, donor, shared)
-    tree = PrefixCache(pool)
-    tree.insert(shared, donor)
-    sharers = [(donor, shared)] + [(tree.adopt((*shared, 0))[1], shared) for _ in range(3)]
-    for step in range(9):
-        for number, (tables, tokens) in enumerate(sharers):
-            sharers[number] = tables, (*tokens, 1000 * number + step)
-            compute(pool, tables, sharers[number][1])
-            if step == 4:
-                tree.insert(sharers[number][1], tables)
-            for others, theirs in sharers:
-                check_contents(pool, others, theirs)
-        pool.check_integrity()
-    for number, (_, tokens) in enumerate(sharers):
-        match, tables = tree.adopt((*tokens, 0))
-        assert match.length == (len(shared) + 5) // 4 * 4, number
-        check_contents(pool, tables, tokens)
-    tree.check_integrity()
 
 
 def test_dropped_cache_releases_its_blocks_without_the_collector() -> None:
@@ -173,17 +123,6 @@ def test_least_recently_used_leaf_is_evicted_first() -> None:
     cache.check_integrity()
 
 
-def test_blocks_that_sequences_hold_do_not_count_and_go_last() -> None:
-    cache, pool = make_tree((None,))
-    add(cache, range(12))
-    add(cache, [50, *range(11)])
-    _, table = cache.adopt([*range(12), 99])
-    assert cache.reclaimable(0) == 3 and cache.evict(0, 2) == 2
-    assert cache.evict(0, 10) == 1 and cache.match([*range(12), 99]).length == 12
-    pool.release_table(table)
-    assert cache.evict(0, 10) == 3 and not cache.entries
-
-
 def test_entry_in_use_is_evicted_to_reach_those_before_it() -> None:
     """A sequence has a block of its own for tokens that another one inserted first."""
     cache, pool = make_tree((None,))
@@ -217,19 +156,6 @@ def test_kept_prefixes_are_limited_to_a_share_of_the_budget() -> None:
     cache.check_integrity()
 
 
-def test_pool_evicts_prefixes_before_it_raises() -> None:
-    pool = make_pool(num_blocks=9)
-    cache = PrefixCache(pool)
-    add(cache, range(32))
-    table = pool.new_table()
-    compute(pool, table, range(100, 120))
-    assert pool.stats().evictions == 5 and found(cache, range(32)) == 12
-    with pytest.raises(PoolExhaustedError):
-        compute(pool, table, range(100, 140))
-    pool.release_table(table)
-    pool.check_integrity()
-
-
 def test_time_to_live() -> None:
     now = [0.0]
     pool = make_pool()
@@ -243,22 +169,6 @@ def test_time_to_live() -> None:
     assert (found(cache, range(8)), len(cache.entries)) == (8, 2)
     now[0] = 30
     assert found(cache, range(8)) == 0 and pool.stats().live_blocks == 0
-
-
-def test_full_pool_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries in use are passed once, not in each eviction."""
-    cache, pool = make_tree((None,))
-    for n in range(100):
-        add(cache, [n + 50, *range(3)])
-    table = [cache.adopt([n + 50, *range(4)])[1] for n in range(50)]
-    looks: list[int] = []
-    real = PrefixCache._is_used
-    monkeypatch.setattr(PrefixCache, "_is_used", lambda self, entry: bool(looks.append(1)) or real(self, entry))
-    for _ in range(20):
-        assert cache.evict(0, 1) == 1
-    assert len(looks) <= 50 + 2 * 20
-    for each in table:
-        pool.release_table(each)
 
 
 def test_caches_of_a_pool_are_evicted_in_order_and_held_weakly() -> None:

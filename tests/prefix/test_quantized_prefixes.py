@@ -16,7 +16,7 @@ from mlx_paged.prefix.disk import DiskTier
 from mlx_paged.prefix.entry import SavedName
 from mlx_paged.prefix.prefix_cache import PrefixCache
 from mlx_paged.prefix.shelf import Shelf
-from tests.support.cases import crossed, quick, slow
+from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import answers, generator
 from tests.support.models.builders import build, prompt_of
 from tests.support.prefixes import adopt_longest
@@ -111,24 +111,6 @@ def test_pages_of_another_format_are_never_served(tmp_path: Path) -> None:
         mlx_paged.remove_patches()
 
 
-@pytest.mark.parametrize("bits", BITS, ids=str)
-def test_files_are_the_size_of_the_pages(bits: Any, tmp_path: Path) -> None:
-    model = build("llama", num_key_value_heads=6)
-    mlx_paged.apply_patches(PagedConfig(block_size=128, kv_bits=bits, kv_group_size=32))
-    cache = make_prompt_cache(model)
-    prompt = prompt_of(256)
-    model(prompt[None], cache=cache)
-    pool = cache[0].pool
-    store, prefixes = Shelf(tmp_path), PrefixCache(pool)
-    prefixes.insert(prompt.tolist(), cache[0].sequence.table, SALT)
-    prefixes.tier = DiskTier(store)
-    prefixes.clear()
-    store.flush()
-    assert len(store) == 2
-    pages = 2 * pool.groups[0].bytes_per_block
-    assert pages <= store.nbytes <= 1.05 * pages
-
-
 def test_preempted_requests_give_the_same_tokens() -> None:
     model = build("llama")
     prompts = [prompt_of(40, seed=n).tolist() for n in range(4)]
@@ -146,32 +128,3 @@ def test_preempted_requests_give_the_same_tokens() -> None:
 
 
 # Capacity -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("bits", "times"), [(8, 1.8), *slow((4, 3.4))])
-def test_quantised_pages_admit_more_requests(bits: int, times: float) -> None:
-    """Count the requests admitted at once, for bfloat16 keys, heads of 64 and groups of 64."""
-    model = build("llama", hidden_size=128, head_dim=64, num_attention_heads=4, num_hidden_layers=2)
-    model.set_dtype(mx.bfloat16)
-    budget = 2 * 2 * 2 * 64 * 2 * 40 * 32  # keys and values of 2 layers and 2 heads, for 40 requests of 32 tokens
-
-    def most_at_once(bits: int | None) -> int:
-        mlx_paged.apply_patches(PagedConfig(block_size=8, kv_bits=bits, kv_cache_memory=budget))
-        gen = generator(model, completion_batch_size=512, prefill_batch_size=512, prefill_step_size=1 << 16)
-        gen.insert([prompt_of(30, seed=n).tolist() for n in range(150)], [2] * 150)  # four blocks each
-        most = 0
-        while any(gen.next()):
-            most = max(most, sum(not each["waiting"] for each in gen.progress()))
-            if most and gen.num_waiting == 0:
-                break
-            if len(gen.progress()) < 140:
-                break
-        pool = mlx_paged.pool_of(model)
-        assert pool.stats().bytes_reserved <= budget and gen.preemptions == 0
-        gen.close()
-        mlx_paged.remove_patches()
-        return most
-
-    dense = most_at_once(None)
-    assert 20 < dense < 40
-    assert most_at_once(bits) >= times * dense

@@ -1,9 +1,6 @@
 """Random prefixes over a small alphabet against a model that compares every prefix with every other."""
 
-from typing import Any
-
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -11,13 +8,13 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.attention_params import Window
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.prefix.prefix_cache import PrefixCache
+from tests.support.cases import run_machine, slow
 from tests.support.prefixes import check_contents, compute, make_pool
 
 Tokens = tuple[int, ...]
@@ -191,15 +188,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
 
 
-COMMON: dict[str, Any] = {
-    "deadline": None,
-    "derandomize": True,
-    "database": None,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much],
-}
-
-
-@pytest.mark.parametrize("num_examples", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [20, *slow(200)])
 def test_random_prefixes(num_examples: int) -> None:
-    sizes = {"max_examples": num_examples, "stateful_step_count": 30}
-    run_state_machine_as_test(CacheMachine, settings=settings(**sizes, **COMMON))
+    run_machine(CacheMachine, num_examples, 30)

@@ -1,10 +1,12 @@
-"""Cases of sweeps for ``parametrize``: those that always run are listed, the others are slow."""
+"""Cases of sweeps for ``parametrize``: those that always run are listed, the others are slow. Random histories."""
 
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 
 def slow(*cases: Any, single: bool = False) -> list[Any]:
@@ -23,3 +25,10 @@ def quick(cases: Iterable[Any], *always: Any, single: bool = False) -> list[Any]
 def crossed(*dimensions: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return every combination of one value per dimension."""
     return list(itertools.product(*dimensions))
+
+
+def run_machine(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
+    """Run a state machine through the same random examples in every run."""
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    options: dict[str, Any] = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": checks}
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps, **options))

@@ -58,13 +58,6 @@ def joined(*parts: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
     return mx.concatenate([k for k, _ in parts], axis=2), mx.concatenate([v for _, v in parts], axis=2)
 
 
-def scatter_free_blocks(pool: BlockPool, group: int = 0) -> list[int]:
-    """Leave every second of the first blocks in use, so that the next ones are not consecutive."""
-    ids = pool.allocate(group, 20)
-    pool.release(group, ids[::2])
-    return ids[1::2]
-
-
 class Watched:
     """A pool with a sequence in it, to check that an error changes nothing and that the pool remains usable."""
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -14,13 +15,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
-from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.engine import compiled_step
-from mlx_paged.engine.compiled_step import compiled_steps, rows_of
-from mlx_paged.errors import BlockStateError, PoolExhaustedError
+from mlx_paged.engine.compiled_step import compiled_steps
+from mlx_paged.errors import BlockStateError
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import CheckResult
 from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
@@ -34,6 +33,7 @@ from tests.support.cases import crossed, quick
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.batch_runs import Outcome, Spec, generator, run_all
 from tests.support.models.builders import KINDS, build, greedy, prompt_of, rms
+from tests.support.models.compiled_steps import Taken, compiled_steps_taken
 from tests.support.without_collector import without_collector
 
 ON = {"kernel": "on"}
@@ -41,48 +41,42 @@ pytestmark = pytest.mark.usefixtures("no_fall_through")
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the batch size of each compiled step."""
-    taken: list[int] = []
-    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
-    original = compiled_step.CompiledStep._compiled
+def calls() -> Iterator[Taken]:
+    with compiled_steps_taken() as taken:
+        yield taken
 
-    def count(self: Any, *inputs: Any) -> mx.array | None:
-        logits = original(self, *inputs)
-        if logits is not None:
-            taken.append(logits.shape[0])
-        return logits
 
-    monkeypatch.setattr(compiled_step.CompiledStep, "_compiled", count)
-    return taken
+def sizes_of(calls: Taken) -> list[int]:
+    """Return the number of rows of each compiled step."""
+    return [size for _, size in calls]
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", quick(KINDS, "llama"))
-def test_every_step_but_the_first_is_compiled(kind: str, calls: list[int]) -> None:
+def test_every_step_but_the_first_is_compiled(kind: str, calls: Taken) -> None:
     model, prompt = build(kind, head_dim=64), prompt_of(70)
     tokens, logprobs = greedy(model, prompt, 50)
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     got, got_logprobs = greedy(model, prompt, 50)
     assert got == tokens
     np.testing.assert_allclose(got_logprobs, logprobs, atol=5e-3)
-    assert calls == [1] * 50  # the step ahead included, the first one not
+    assert sizes_of(calls) == [1] * 50  # the step ahead included, the first one not
     counts = mlx_paged.dispatch_counts()
     assert sum(n for c, n in counts.items() if c.path == "kernel") == 51 * len(model.layers)
     mlx_paged.pool_of(model).check_integrity()
 
 
 @pytest.mark.usefixtures("kernels")
-def test_rare_shapes_are_not_compiled(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+def test_rare_shapes_are_not_compiled(monkeypatch: pytest.MonkeyPatch, calls: Taken) -> None:
     monkeypatch.setattr(compiled_step, "PATIENCE", 8)
     model, prompt = build("llama", head_dim=64), prompt_of(70)
     tokens = greedy(model, prompt, 30)[0]
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     assert greedy(model, prompt, 30)[0] == tokens
     # 31 steps: the first chooses the kernel, the next 8 are below PATIENCE. The pool does not grow any more.
-    assert calls == [1] * (31 - 1 - 8)
+    assert sizes_of(calls) == [1] * (31 - 1 - 8)
     assert greedy(model, prompt, 30)[0] == tokens
-    assert calls == [1] * (31 - 1 - 8 + 31)
+    assert sizes_of(calls) == [1] * (31 - 1 - 8 + 31)
 
 
 def test_traces_of_an_earlier_pool_size_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +154,7 @@ def test_pack_sizes_are_multiples_of_16_on_cuda(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", quick(KINDS, "llama"))
-def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: list[int], kind: str) -> None:
+def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: Taken, kind: str) -> None:
     specs = [Spec(5 + 16 * row, 10 + 4 * row, seed=row) for row in range(5)]
     model = build(kind, head_dim=64)
     expected = [greedy(model, prompt_of(spec.length, seed=spec.seed), spec.num_tokens)[0] for spec in specs]
@@ -179,7 +173,7 @@ def test_batches_are_padded(monkeypatch: pytest.MonkeyPatch, calls: list[int], k
     outcomes = {uid: Outcome() for uid in uids}
     run_all(batch, outcomes)
     assert [outcome.tokens for outcome in outcomes.values()] == expected
-    assert {3, 5} <= set(calls) and {1, 8} <= traced <= {1, 2, 4, 8}
+    assert {3, 5} <= set(sizes_of(calls)) and {1, 8} <= traced <= {1, 2, 4, 8}
     mlx_paged.pool_of(model).check_integrity()
 
 
@@ -205,7 +199,7 @@ def test_repeated_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(step._functions) == 2 and find(4) == 4  # 16 was the least recently used
 
 
-def test_steps_over_functional_pools_are_not_compiled(calls: list[int]) -> None:
+def test_steps_over_functional_pools_are_not_compiled(calls: Taken) -> None:
     model = build("llama")
     mlx_paged.apply_patches(PagedConfig(kernel="off"))
     greedy(model, prompt_of(9), 5)
@@ -213,7 +207,7 @@ def test_steps_over_functional_pools_are_not_compiled(calls: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_an_exhausted_pool_raises_and_stays_usable(calls: list[int]) -> None:
+def test_an_exhausted_pool_raises_and_stays_usable(calls: Taken) -> None:
     model, prompt = build("llama", head_dim=64), prompt_of(60)
     per_block = 16 * 2 * 2 * 64 * 4 * len(model.layers)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kv_cache_memory=6 * per_block, **ON))
@@ -230,7 +224,7 @@ def test_an_exhausted_pool_raises_and_stays_usable(calls: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_traces_are_freed_with_the_model(calls: list[int]) -> None:
+def test_traces_are_freed_with_the_model(calls: Taken) -> None:
     def run() -> weakref.ref[Any]:
         model = build("llama", head_dim=64)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
@@ -270,37 +264,6 @@ def test_compiled_step_runs_on_the_stream_of_another_thread(monkeypatch: pytest.
         assert len(results) == 3 and results[1] == results[2]
 
 
-BLOCK_BYTES = 2 * 4 * 2 * 8 * 4  # keys and values of two layers
-
-
-def full_pool() -> tuple[BlockPool, SequenceTables]:
-    """Return a pool of two groups of two layers with one free block, and a sequence at a block's end."""
-    pool = BlockPool([LayerGroup((0, 1)), LayerGroup((2, 3))], block_size=4, memory_budget=5 * BLOCK_BYTES)
-    x = mx.zeros((1, 1, 1, 8))
-    for layer in (0, 2):
-        pool.set_geometry(layer, x, x, batch=1)
-    sequence = SequenceTables(pool)
-    for layer in range(4):
-        sequence.begin_layer(layer, 4)
-    return pool, sequence
-
-
-def test_step_changes_no_layer_if_a_group_has_no_free_block() -> None:
-    pool, sequence = full_pool()
-    caches = [PagedKVCache(sequence, layer) for layer in range(4)]
-    assert rows_of(caches) is sequence
-    with pytest.raises(PoolExhaustedError):
-        sequence.begin_all()
-    assert [cache.offset for cache in caches] == [4] * 4
-    pool.check_integrity()
-    batch = Batch(pool, [sequence])
-    assert rows_of([PagedBatchKVCache(batch, layer) for layer in range(4)]) is not None
-    failed = batch.reserve()
-    assert failed is not None and isinstance(failed.error, PoolExhaustedError)
-    assert batch.lengths(0) == batch.lengths(2) == [4]
-    pool.check_integrity()
-
-
 def test_a_step_of_one_token_is_taken_by_all_layers_or_by_none() -> None:
     pool = BlockPool([LayerGroup((0, 1))], block_size=4)
     x = mx.zeros((1, 1, 1, 8))
@@ -322,7 +285,7 @@ def test_a_step_of_one_token_is_taken_by_all_layers_or_by_none() -> None:
 
 @pytest.mark.usefixtures("kernels", "unfused")
 @pytest.mark.parametrize(("kind", "rotate"), quick(crossed(KINDS, [False, True]), ("llama", False), ("qwen3", True)))
-def test_compiled_quantised_steps_equal_the_gather_path(kind: str, rotate: bool, calls: list[int]) -> None:
+def test_compiled_quantised_steps_equal_the_gather_path(kind: str, rotate: bool, calls: Taken) -> None:
     options = {"kv_bits": 8, "kv_rotate": rotate}
     model, prompt = build(kind, head_dim=64), prompt_of(40)
     mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="off", **options))
@@ -332,7 +295,7 @@ def test_compiled_quantised_steps_equal_the_gather_path(kind: str, rotate: bool,
     got, got_logprobs = greedy(model, prompt, 8)
     assert got == tokens
     assert rms(got_logprobs, logprobs) < 5e-3
-    assert set(calls) == {1} and len(calls) in (8, 9)  # a GPU's blocks are there before the first step
+    assert set(sizes_of(calls)) == {1} and len(calls) in (8, 9)  # a GPU's blocks are there before the first step
     pool = mlx_paged.pool_of(model)
     storages = [storage for group in pool.groups for storage in group.blocks]
     assert all(isinstance(storage, DeviceBlocks) for storage in storages)
@@ -343,7 +306,7 @@ def test_compiled_quantised_steps_equal_the_gather_path(kind: str, rotate: bool,
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", quick(["llama", "llama-sliding"], "llama"))
-def test_compiled_step_shares_common_blocks(kind: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+def test_compiled_step_shares_common_blocks(kind: str, monkeypatch: pytest.MonkeyPatch, calls: Taken) -> None:
     """The kernel gets the blocks that rows with a shared prefix read together, and tokens do not change."""
     variant = Variant(SHARED_BODY, "cuda", mx.float32, 64, 64, 2, 16)
     cut = SharedCut(variant, shape_for(variant)._replace(partition=64, rows=8), least_common=64, least_saved=64)

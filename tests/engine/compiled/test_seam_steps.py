@@ -3,7 +3,6 @@ attention: alone, in ragged batches and in packs of look-up."""
 
 import functools
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.composites import leaves
 from mlx_paged.drafts import look_up
 from mlx_paged.engine import compiled_step
@@ -30,6 +28,7 @@ from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.traceable_kernels import traceable_kernels
 from tests.support.models.batch_runs import Outcome, generator, run_all
 from tests.support.models.builders import greedy, prompt_of, rms, wide
+from tests.support.models.compiled_steps import Taken, compiled_steps_taken
 from tests.support.models.oracle import oracles
 
 # One of each kind: plain, biases, fused projections, experts, windows, sinks, keys of two sizes, keys that several
@@ -49,21 +48,9 @@ FIRST = mx.array([[5], [9]], mx.uint32)
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count compiled steps of one row, of several, and of packs. Every step but a pool's first is compiled."""
-    counted: Counter[str] = Counter()
-    original = compiled_step.CompiledStep._compiled
-
-    def count(self: Any, rows: Any, *rest: Any) -> mx.array | None:
-        logits = original(self, rows, *rest)
-        if logits is not None:
-            is_batch = isinstance(rows, Batch) and len(rows) > 1
-            counted["pack" if is_batch and rows.is_pack else "rows" if is_batch else "alone"] += 1
-        return logits
-
-    monkeypatch.setattr(compiled_step.CompiledStep, "_compiled", count)
-    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
-    return counted
+def taken() -> Iterator[Taken]:
+    with compiled_steps_taken() as taken:
+        yield taken
 
 
 @pytest.fixture
@@ -106,7 +93,7 @@ def largest_difference(found: list[np.ndarray], expected: list[np.ndarray]) -> f
 @pytest.mark.usefixtures("traced")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", quick(TRACED, "qwen2", "gpt_oss", "dbrx"))
-def test_compiled_step_gives_the_logits_of_mlx_lm(name: str, taken: Counter[str]) -> None:
+def test_compiled_step_gives_the_logits_of_mlx_lm(name: str, taken: Taken) -> None:
     """A model that is not compiled warns at most once."""
     model = model_configs.build(name)
     expected = next_logits(model, batches=False) * 2
@@ -120,7 +107,7 @@ def test_compiled_step_gives_the_logits_of_mlx_lm(name: str, taken: Counter[str]
     if name in NOT_COMPILED:
         assert not taken and len(told) <= 1
     else:
-        assert taken == {"alone": 2, "rows": 1} and not told
+        assert sorted(kind for kind, _ in taken) == ["alone", "alone", "rows"] and not told
 
 
 def states_behind(model: Any) -> list[np.ndarray]:
@@ -133,14 +120,14 @@ def states_behind(model: Any) -> list[np.ndarray]:
 @pytest.mark.usefixtures("traced")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["falcon_h1", *slow("qwen3_next", "lfm2", "recurrent_gemma", "kimi_linear")])
-def test_states_equal_those_of_an_uncompiled_step(name: str, taken: Counter[str]) -> None:
+def test_states_equal_those_of_an_uncompiled_step(name: str, taken: Taken) -> None:
     model = model_configs.build(name)
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
     expected = states_behind(model)
     assert not taken
     for got, wanted in zip(states_behind(model), expected, strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-4)
-    assert taken == {"rows": 1}
+    assert taken == [("rows", 2)]
 
 
 def test_page_names_all_models_that_are_not_compiled() -> None:
@@ -159,7 +146,7 @@ def test_page_names_all_models_that_are_not_compiled() -> None:
     quick(SAMPLE, "qwen3_moe", "gpt_oss", "gemma3n", "nemotron-nas", "qwen3_next"),
 )  # fmt: skip
 def test_tokens_alone_and_in_batches_are_those_of_mlx_lm(
-    name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch
+    name: str, taken: Taken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fake kernels store keys; steps are not really traced."""
     model = model_configs.build(name)
@@ -169,9 +156,9 @@ def test_tokens_alone_and_in_batches_are_those_of_mlx_lm(
         mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
         found = [alone(model, length, TOKENS) for length in model_matrix.PROMPTS]
         assert difference(found, expected) < 1e-5
-        assert taken == {"alone": 2 * TOKENS + 1}
+        assert taken == [("alone", 1)] * (2 * TOKENS + 1)
         assert difference(batched(model, TOKENS)[0], expected) < 1e-5
-        assert taken["rows"] >= TOKENS - 2
+        assert taken.count_of("rows") >= TOKENS - 2
         assert {choice.path for choice in mlx_paged.dispatch_counts()} <= {"kernel", "prefill", "gather"}
         assert mlx_paged.last_dispatch() == ("kernel", "one new token per sequence")
         mlx_paged.pool_of(model).check_integrity()
@@ -179,7 +166,7 @@ def test_tokens_alone_and_in_batches_are_those_of_mlx_lm(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
-def test_tokens_on_a_gpu_are_those_of_mlx_lm(name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_on_a_gpu_are_those_of_mlx_lm(name: str, taken: Taken, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX traces the steps, which use the real kernels."""
     model = wide(name)
     monkeypatch.setattr(model_matrix, "PROMPTS", (5, 45))
@@ -189,13 +176,13 @@ def test_tokens_on_a_gpu_are_those_of_mlx_lm(name: str, taken: Counter[str], mon
     for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(found, 2 * expected, strict=True):
         assert tokens == stock_tokens
         assert rms(logprobs, stock_logprobs) < 5e-3
-    assert taken["alone"] >= 80 and taken["rows"] >= 30
+    assert taken.count_of("alone") >= 80 and taken.count_of("rows") >= 30
     assert compiled_steps.get(mlx_paged.pool_of(model)).failure is None
     mlx_paged.pool_of(model).check_integrity()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", *slow("qwen2", "olmo3", "gpt_oss")])
-def test_packs_of_look_up_are_compiled_and_give_the_same_tokens(name: str, kernels: Any, taken: Counter[str]) -> None:
+def test_packs_of_look_up_are_compiled_and_give_the_same_tokens(name: str, kernels: Any, taken: Taken) -> None:
     model, most = wide(name), 4
     prompts = [(prompt_of(length, seed=length) % model_configs.VOCAB).tolist() for length in (3, 37, 12)]
     solos = [greedy(model, mx.array(prompt, mx.uint32), TOKENS + most) for prompt in prompts]
@@ -211,14 +198,14 @@ def test_packs_of_look_up_are_compiled_and_give_the_same_tokens(name: str, kerne
     for outcome, (tokens, logprobs) in zip(outcomes.values(), solos, strict=True):
         assert outcome.tokens == tokens[:TOKENS]
         assert rms(np.stack(outcome.logprobs), logprobs[:TOKENS]) < 5e-3
-    assert taken["pack"] > 0
+    assert taken.count_of("pack") > 0
     mlx_paged.pool_of(model).check_integrity()
 
 
 @pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("name", [*slow("gemma3n"), "gpt_oss"])
 def test_compiled_steps_over_quantised_pages_equal_uncompiled_ones(
-    name: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch
+    name: str, taken: Taken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some layers attend to the keys of another layer."""
     model, prompt = wide(name), prompt_of(30) % model_configs.VOCAB
@@ -231,11 +218,11 @@ def test_compiled_steps_over_quantised_pages_equal_uncompiled_ones(
             assert all(group.is_quantized for group in mlx_paged.pool_of(model).groups)
             mlx_paged.remove_patches()
     assert runs[0][0] == runs[1][0] and rms(runs[0][1], runs[1][1]) < 1e-6
-    assert taken == {"alone": 4}
+    assert taken == [("alone", 1)] * 4
 
 
 @pytest.mark.usefixtures("traced", "unfused")
-def test_steps_work_with_mlx_compilation_disabled(taken: Counter[str]) -> None:
+def test_steps_work_with_mlx_compilation_disabled(taken: Taken) -> None:
     """The function runs in Python at each step, as with MLX_DISABLE_COMPILE."""
     test_compiled_step_gives_the_logits_of_mlx_lm("qwen2", taken)
 
@@ -244,7 +231,7 @@ def test_steps_work_with_mlx_compilation_disabled(taken: Counter[str]) -> None:
 
 
 @pytest.mark.usefixtures("traced")
-def test_calls_with_other_arguments_are_not_compiled(taken: Counter[str]) -> None:
+def test_calls_with_other_arguments_are_not_compiled(taken: Taken) -> None:
     model = model_configs.build("qwen2")
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
     for _ in range(2):
@@ -257,12 +244,12 @@ def test_calls_with_other_arguments_are_not_compiled(taken: Counter[str]) -> Non
     assert not taken
     np.testing.assert_allclose(embedded, expected, atol=LIMIT)
     assert model(token, cache, None).shape == expected.shape  # positional
-    assert taken == {"alone": 1}
-    assert model(FIRST).shape == (2, 1, model_configs.VOCAB) and taken == {"alone": 1}
+    assert taken == [("alone", 1)]
+    assert model(FIRST).shape == (2, 1, model_configs.VOCAB) and taken == [("alone", 1)]
 
 
 @pytest.mark.usefixtures("traced")
-def test_model_with_a_replaced_call_is_not_compiled(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_a_replaced_call_is_not_compiled(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replacement may have effects at each step, which a trace would have only once."""
     original, calls = qwen2.Model.__call__, []
 

@@ -9,8 +9,6 @@ import pytest
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig
 from mlx_paged.drafts.depth import TRIAL_CONTEXT
-from mlx_paged.engine import compiled_step
-from mlx_paged.engine.compiled_step import CompiledStep
 from mlx_paged.engine.hidden_states import MOST_POSITIONS, HiddenStates
 from mlx_paged.engine.proposer import num_known
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
@@ -18,6 +16,7 @@ from tests.support.cases import crossed, quick
 from tests.support.models import prediction_heads
 from tests.support.models.batch_runs import Outcome, answers, collect, generator
 from tests.support.models.builders import greedy
+from tests.support.models.compiled_steps import compiled_steps_taken
 from tests.support.models.drafting import DRAFTS, check_nothing_left, drafted, drafting_generator, prompts_of
 from tests.support.models.prediction_heads import FAMILIES, head_of
 
@@ -101,24 +100,16 @@ def test_head_reuses_its_cached_prefix(is_same_beginning: bool) -> None:
         mlx_paged.pool_of(each).check_integrity()
 
 
-def test_decode_steps_in_place_run_compiled(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("kernels")
+def test_decode_steps_in_place_run_compiled() -> None:
     """Their single output is split into logits and hidden states."""
-    compiled: list[bool] = []
-    original = CompiledStep._compiled
-
-    def count(self: CompiledStep, *args: Any) -> Any:
-        logits = original(self, *args)
-        compiled.append(logits is not None)
-        return logits
-
-    monkeypatch.setattr(CompiledStep, "_compiled", count)
-    monkeypatch.setattr(compiled_step, "PATIENCE", 0)
     expected = solos("mimo", 0.05, is_wide=True)
     model = model_of("mimo", 0.05, is_wide=True)
     mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
-    outcomes, _ = drafted(model, head_of("mimo", model, 0.05), [p for p, _ in expected], [TOKENS] * 3)
+    with compiled_steps_taken() as taken:
+        outcomes, _ = drafted(model, head_of("mimo", model, 0.05), [p for p, _ in expected], [TOKENS] * 3)
     assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens in expected]
-    assert sum(compiled) > 2 and mlx_paged.pool_of(model).stats().accepted_tokens > 0
+    assert len(taken) > 2 and mlx_paged.pool_of(model).stats().accepted_tokens > 0
 
 
 @pytest.mark.parametrize("pays", [True, False])

@@ -127,35 +127,6 @@ def test_a_stop_token_among_accepted_ones_ends_the_answer_there(
     pool.check_integrity()
 
 
-def test_rows_join_and_leave_while_others_propose(oracle: type[Oracle]) -> None:
-    pool = make_pool()
-    toy = Engine(pool, completion_batch_size=3)
-    rng = np.random.default_rng(3)
-    lengths = [int(n) for n in rng.integers(1, 30, len(PROMPTS))]
-    for index, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True)):
-        toy.ask(prompt, length, lookup=MOST if index % 3 else 0)
-        for _ in range(int(rng.integers(0, 4))):
-            toy.step()
-    toy.run()
-    assert [toy.tokens(uid) for uid in range(len(PROMPTS))] == [
-        answer(prompt, length) for prompt, length in zip(PROMPTS, lengths, strict=True)
-    ]
-    assert pool.stats().accepted_tokens > 0
-    check_left(pool, toy)
-
-
-def test_preempted_requests_continue_with_look_up(oracle: type[Oracle]) -> None:
-    pool = make_pool(22)
-    toy = Engine(pool)
-    for prompt in PROMPTS[:6]:
-        toy.ask(prompt, 30)
-    toy.run()
-    assert [toy.tokens(uid) for uid in range(6)] == [answer(prompt, 30) for prompt in PROMPTS[:6]]
-    stats = pool.stats()
-    assert stats.preemptions > 0 and stats.accepted_tokens > 0
-    check_left(pool, toy)
-
-
 @pytest.mark.parametrize("num_blocks", [12, 14, 17])
 def test_without_free_blocks_nothing_is_proposed(num_blocks: int, oracle: type[Oracle]) -> None:
     """Nobody is preempted for a draft."""
@@ -220,12 +191,6 @@ def test_rows_are_not_looked_at_while_drafts_cannot_pay(oracle: type[Oracle], mo
     toy.ask(PROMPTS[0], 12)
     toy.run()
     assert pool.stats().drafted_tokens == 0 and toy.tokens(0) == answer(PROMPTS[0], 12)
-
-
-def test_batches_over_one_pool_share_their_depth() -> None:
-    pool = make_pool()
-    first, second = (ToyEngine(pool).engine.drafts.proposer for _ in range(2))
-    assert first.depth is second.depth is not ToyEngine(make_pool()).engine.drafts.proposer.depth
 
 
 def test_interleaved_batches_do_not_time_each_others_steps(

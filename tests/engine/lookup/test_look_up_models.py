@@ -1,7 +1,6 @@
 """Look-up over real models and every form of storage gives the tokens and probabilities of stock mlx-lm."""
 
 import functools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,8 +12,6 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cache.batch import Batch
-from mlx_paged.engine import compiled_step
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.engine.sampling.params import SamplingParams
 from scripts.support import model_configs
@@ -23,6 +20,7 @@ from tests.support.cases import crossed, quick
 from tests.support.kernels.fake_kernels import FakeKernels
 from tests.support.models.batch_runs import Outcome, collect, generator, run_all, run_requests
 from tests.support.models.builders import KINDS, VOCAB, build, greedy, prompt_of
+from tests.support.models.compiled_steps import compiled_steps_taken
 from tests.support.models.oracle import Oracle, oracles
 from tests.support.models.packs import assert_alike
 from tests.support.models.recurrent import build_recurrent
@@ -85,25 +83,14 @@ def test_functional_pools_give_the_tokens_of_mlx_lm(kind: str, oracle: type[Orac
 
 @pytest.mark.usefixtures("no_fall_through")
 @pytest.mark.parametrize("kind", quick(KINDS, "llama", "qwen3"))
-def test_in_place_pools_give_the_tokens_of_mlx_lm(
-    kind: str, kernels: FakeKernels | None, oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_place_pools_give_the_tokens_of_mlx_lm(kind: str, kernels: FakeKernels | None, oracle: type[Oracle]) -> None:
     solos(kind)
-    compiled: Counter[str] = Counter()
-    original = compiled_step.CompiledStep._compiled
-
-    def count(self: Any, rows: Any, *rest: Any) -> Any:
-        logits = original(self, rows, *rest)
-        compiled["pack" if isinstance(rows, Batch) and rows.is_pack else "rows"] += logits is not None
-        return logits
-
-    monkeypatch.setattr(compiled_step.CompiledStep, "_compiled", count)
-    monkeypatch.setattr(compiled_step, "PATIENCE", 1)
-    run_alike(kind, PagedConfig(block_size=8, kernel="on"), oracle)
+    with compiled_steps_taken(patience=1) as taken:
+        run_alike(kind, PagedConfig(block_size=8, kernel="on"), oracle)
     paths = {choice.path for choice in mlx_paged.dispatch_counts()}
     # On CUDA prompts are packs, and those in f32 go through MLX's attention, sequence by sequence.
     assert paths <= {"kernel", "prefill"} | ({"apart"} if kernels is None else set()), "nothing is gathered"
-    assert compiled["pack"] > 0
+    assert taken.count_of("pack") > 0
 
 
 @functools.cache

@@ -64,21 +64,6 @@ def prompts_with_a_common_prefix(requests: int) -> list[list[int]]:
     return [*(system + each for each in own), prompt_of(30, seed=2).tolist()]
 
 
-@pytest.mark.parametrize("length, requests", [(200, 4), pytest.param(2000, 32, marks=pytest.mark.slow)])
-def test_a_burst_computes_and_stores_its_system_prompt_once(length: int, requests: int) -> None:
-    """On a small random model: the demo model takes hours for 32 requests over 2,000 tokens."""
-    system = prompt_of(length, seed=1).tolist()
-    prompts = [system + prompt_of(20, seed=10 + n).tolist() for n in range(requests)]
-    new = 6
-    gen, pool, cached, _ = burst(prompts, "llama", new=new, block_size=32)
-    unique = length + 20 * requests
-    assert gen._engine.computed_prompt_tokens <= unique + length % 32 * (requests - 1)
-    assert cached == [0, *[length // 32 * 32] * (requests - 1)]
-    # The whole shared blocks once; per request the blocks of its own tokens.
-    own = -(-(length % 32 + 20 + new) // 32)
-    assert pool.stats().peak_live_blocks <= length // 32 + requests * own + 1
-
-
 @pytest.mark.parametrize(("kind", "in_place"), quick(crossed(KINDS, [False, True]), ("llama", False), ("llama", True)))
 def test_bursts_of_every_kind_share_and_answer_like_solo_runs(kind: str, in_place: bool) -> None:
     """Sliding windows are crossed by the prompt. Chunks are smaller than the shared prefix. Blocks that (fake) kernels

@@ -131,32 +131,6 @@ def test_write_never_copies_the_pool(big_pool: BlockPool) -> None:
     pool.check_integrity()
 
 
-def test_views_of_an_inner_layer_do_not_copy_the_pool() -> None:
-    """MLX's attention reads views of the blocks while the next step is built."""
-    shape = {"heads": 8, "kd": 128, "vd": 128, "dtype": mx.float16}
-    pool = pool_of(layers=2, block_size=32)
-    holder, table = pool.new_table(), pool.new_table()
-    pool.append_tokens(holder, 1)
-    pool.append_tokens(table, 8_000)
-    for layer in range(2):
-        pool.write(layer, [table], *kv(0, 1, **shape))
-    mx.eval(pool.ready(), pool.ready())
-    pool.release_table(table)
-    sequence = SequenceTables(pool)
-    caches = [PagedKVCache(sequence, layer) for layer in range(2)]
-    for cache in caches:
-        cache.update(*kv(1, 40, **shape))
-    mx.eval(pool.ready(), pool.ready())
-
-    def attend(x: mx.array, token: mx.array) -> mx.array:
-        views = caches[0].update_and_fetch(token, token * 0.5)
-        x = mx.fast.scaled_dot_product_attention(x, *views, scale=0.1)
-        return caches[1].attend(x, token, token * 0.5, AttentionParams(0.1))
-
-    assert holder and pool.stats().bytes_reserved > 64_000_000
-    assert extra_peak(lambda: one_step_ahead(noise(5, 1, 16, 1, 128, dtype=mx.float16), attend)) < FEW_MB
-
-
 @pytest.mark.parametrize("lengths", [(40, 40, 40), (5, 9, 17)])
 @pytest.mark.parametrize("by_seam", [False, True])
 def test_reading_batched_rows_does_not_copy_the_pool(

@@ -2,12 +2,10 @@
 
 import gc
 from collections import Counter
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,7 +13,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from mlx_paged.errors import BlockStateError, PoolExhaustedError, TrimError
@@ -24,6 +21,7 @@ from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.choice import blocks_choice
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
+from tests.support.cases import run_machine, slow
 from tests.support.kernels.fake_kernels import fake_kernels
 
 LAYERS = ((0, 2), (1, 3))  # of the global group and of the window group
@@ -261,16 +259,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
 
 
-COMMON: dict[str, Any] = {
-    "deadline": None,
-    "derandomize": True,
-    "database": None,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much],
-}
-
-
-def test_random_histories() -> None:
-    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=25, stateful_step_count=30, **COMMON))
+@pytest.mark.parametrize(("examples", "steps"), [(25, 30), *slow((600, 80))])
+def test_random_histories(examples: int, steps: int) -> None:
+    run_machine(PoolMachine, examples, steps)
 
 
 class InPlacePoolMachine(PoolMachine):
@@ -279,11 +270,4 @@ class InPlacePoolMachine(PoolMachine):
 
 def test_random_histories_in_place() -> None:
     with fake_kernels():
-        run_state_machine_as_test(
-            InPlacePoolMachine, settings=settings(max_examples=15, stateful_step_count=30, **COMMON)
-        )
-
-
-@pytest.mark.slow
-def test_many_long_random_histories() -> None:
-    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=600, stateful_step_count=80, **COMMON))
+        run_machine(InPlacePoolMachine, 15, 30)

@@ -11,10 +11,9 @@ from tests.support import sampling_model
 from tests.support.cases import quick, slow
 from tests.support.kernels.drawn import reference_draw, threefry
 from tests.support.kernels.emulated_draws import use_emulator
-from tests.support.kernels.scratch import KernelKey, launch_alone
+from tests.support.kernels.scratch import KernelKey
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
-from tests.support.msl.harness import Emulated, to_float
 
 GROUPS = 3
 SETTINGS = (
@@ -117,29 +116,6 @@ def test_exactly_the_kept_tokens_are_drawn(monkeypatch: pytest.MonkeyPatch) -> N
     check_kept()
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(2400, marks=pytest.mark.slow)])
-def test_tokens_are_drawn_with_their_probabilities(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Chi-square of ``count`` tokens per setting is near the degrees of freedom, within five standard deviations."""
-    use_emulator(monkeypatch, GROUPS)
-    rng, vocab = np.random.default_rng(9), 64
-    x = rng.normal(size=vocab)
-    for row in SETTINGS[1:]:
-        if row.top_k == 1:
-            continue
-        rows = [row._replace(key=key << 32) for key in range(count)]
-        words = drawn(np.broadcast_to(x, (count, vocab)), rows, np.full(count, 3))
-        params = sampling_params(row)
-        kept = sampling_model.likely_words(to_float(x), params, xtc=False)
-        expected = sampling_model.probabilities(x, params, kept) * count
-        counts = np.bincount(words, minlength=vocab)
-        often = expected >= 5
-        groups, wanted = (np.append(each[often], each[~often].sum()) for each in (counts, expected))
-        assert not counts[expected == 0].any()
-        groups, wanted = groups[wanted > 0], wanted[wanted > 0]
-        freedom = max(len(groups) - 1, 1)
-        assert abs(((groups - wanted) ** 2 / wanted).sum() - freedom) < 5 * (2 * freedom) ** 0.5
-
-
 def test_nan_and_infinite_logits_give_a_valid_token(monkeypatch: pytest.MonkeyPatch) -> None:
     use_emulator(monkeypatch, GROUPS)
     x = np.zeros((4 * len(SETTINGS), 50))
@@ -173,18 +149,6 @@ def test_tokens_of_zero_weight_are_not_drawn(monkeypatch: pytest.MonkeyPatch) ->
     for defect in ([("own > 0.0f && sum > target", "sum >= target")], [rounds, last]):
         with pytest.raises((EmuError, AssertionError)):
             check_extremes(monkeypatch, *defect)
-
-
-def check_trial() -> None:
-    build = Emulated(checked=True, orders=(0,))
-    for few in ((), ("positions",)):
-        (out,) = launch_alone(KernelKey(*kernel_key(mx.float16, "metal"), few), build)
-        assert not np.asarray(out).any()
-        assert [x.size < 8 for x in build.calls[-1][1]["inputs"]] == [False, False, False, bool(few)]
-
-
-def test_a_trial_has_the_texts_of_real_launches() -> None:
-    check_trial()
 
 
 DEFECTS = [

@@ -27,6 +27,8 @@ from mlx_paged.kv.attention_params import AttentionParams, QueryHeads, Window
 from mlx_paged.kv.geometry import Geometry
 from tests.support.kernels.quantized_pages import pages_of, rows_of
 
+NO_PAGES = (None, None)
+
 
 class FakeKernels:
     """Fakes of the kernels. Attributes: calls, by kernel; max_q_len of the decode calls; rewound, how often calls were
@@ -74,7 +76,7 @@ class FakeKernels:
             size = k_pool.shape[2]
             blocks, offsets = slots // size, slots % size
             written = mx.array([row for row, slot in enumerate(slots.tolist()) if slot >= 0])
-            for pool, x, form in zip((k_pool, v_pool), (k, v), pages or (None, None), strict=True):
+            for pool, x, form in zip((k_pool, v_pool), (k, v), pages or NO_PAGES, strict=True):
                 given = pool.dtype if form is None or stored else form.dtype
                 assert x.dtype == given and x.shape[1] == pool.shape[1]
                 rows = x.transpose(0, 2, 1, 3).reshape(slots.size, x.shape[1], x.shape[3])
@@ -115,7 +117,7 @@ class FakeKernels:
             counters: Any = None,
         ) -> tuple[mx.array, mx.array]:
             assert append == (k_new is not None) == (v_new is not None)
-            forms = pages or (None, None)
+            forms = pages or NO_PAGES
             assert q.shape[1] == n_q_heads and q.shape[2] <= 8
             assert q.dtype == (k_pool.dtype if pages is None else pages.dtype)
             self.max_q_len = max(self.max_q_len, q.shape[2])
@@ -140,12 +142,7 @@ class FakeKernels:
                         columns.append(mx.zeros((1, n_q_heads, 1, value_dim), q.dtype))
                         continue
                     ids = mx.array(table[start // size : -(-end // size)])
-                    k, v = (
-                        pool[ids]
-                        .transpose(1, 0, 2, 3)
-                        .reshape(1, pool.shape[1], -1, pool.shape[3])[:, :, start % size : start % size + end - start]
-                        for pool in (keys, values)
-                    )
+                    k, v = (positions(pool, ids, start % size, end - start) for pool in (keys, values))
                     one = q[b : b + 1, :, i : i + 1]
                     columns.append(
                         gather.attention(
@@ -182,14 +179,13 @@ class FakeKernels:
             assert q.shape[:3] == (sum(counts), n_q_heads, 1)
             assert q.dtype == (k_pool.dtype if pages is None else pages.dtype)
             assert sinks == (sinks_of is not None)
-            pools = [dense(*pair) for pair in zip((k_pool, v_pool), pages or (None, None), strict=True)]
+            pools = [dense(*pair) for pair in zip((k_pool, v_pool), pages or NO_PAGES, strict=True)]
             outputs, first = [], 0
             for row, count, length in zip(rows, counts, lengths, strict=True):
                 seen = None if window is None else Window(window, stride)
                 start = 0 if seen is None else seen.first_seen(length - count)
                 ids = mx.array(row[start // size : -(-length // size)])
-                k, v = (pool[ids].transpose(1, 0, 2, 3).reshape(1, pool.shape[1], -1, pool.shape[3]) for pool in pools)
-                k, v = (x[:, :, start % size : start % size + length - start] for x in (k, v))
+                k, v = (positions(pool, ids, start % size, length - start) for pool in pools)
                 mask = causal_mask(count, length - start - count, seen)
                 one = q[first : first + count].swapaxes(0, 2)
                 out = gather.attention(one, k, v, AttentionParams(scale, mask, softcap=softcap, sinks=sinks_of))
@@ -218,8 +214,7 @@ class FakeKernels:
 
         def launch(k_pool: mx.array, v_pool: mx.array, fence: mx.array) -> tuple[mx.array, mx.array, mx.array]:
             k, v = (
-                x[ids].transpose(1, 0, 2, 3).reshape(1, x.shape[1], -1, x.shape[3])[:, :, start : start + length]
-                for x in map(held, (k_pool, v_pool), pages or (None, None))
+                positions(held(*x), ids, start, length) for x in zip((k_pool, v_pool), pages or NO_PAGES, strict=True)
             )
             return k, v, self._pass("gather_blocks", k_pool, v_pool, fence)
 
@@ -260,6 +255,12 @@ class FakeKernels:
 def dense(pool: mx.array, form: QuantizedRows | None) -> mx.array:
     """Return the values of a pool's blocks, [num_blocks, n_kv_heads, block_size, dim]."""
     return pool if form is None else form.dequantize(mx.array(rows_of(np.array(pool), form)))
+
+
+def positions(pool: mx.array, ids: mx.array, start: int, length: int) -> mx.array:
+    """Return some positions of blocks, ``[1, n_kv_heads, length, dim]``."""
+    x = pool[ids].transpose(1, 0, 2, 3).reshape(1, pool.shape[1], -1, pool.shape[3])
+    return x[:, :, start : start + length]
 
 
 def put(pool: mx.array, form: QuantizedRows | None, blocks: mx.array, offsets: mx.array, x: mx.array) -> None:

@@ -3,9 +3,8 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.ops import latent_variants_of
-from tests.support.msl.harness import Case, to_float
+from tests.support.msl.harness import Case
 
 
 class LatentCase(Case):
@@ -15,7 +14,6 @@ class LatentCase(Case):
         super().__init__(
             contexts, heads=(heads, 1), head_dim=rank, value_dim=rope, q_len=q_len, dtype=dtype, seed=seed, **options
         )
-        self.rank = rank
         self.scale = (rank + rope) ** -0.5
         q = np.random.default_rng(seed + 1).standard_normal((len(contexts), heads, q_len, rank + rope))
         self.q = mx.array(q.astype(np.float32)).astype(dtype)
@@ -25,27 +23,9 @@ class LatentCase(Case):
         _, _, block_size, rank = self.k_pool.shape
         return latent_variants_of(self.dtype, rank, self.v_pool.shape[3], self.n_q, 1, block_size)[body]
 
-    def reference(self):
-        """Return float64 attention over the dense rows."""
-        q = to_float(self.q).astype(np.float64)
-        out = np.zeros((*q.shape[:3], self.rank))
-        for b, h, j in np.ndindex(*q.shape[:3]):
-            lo, hi = self.starts[b, j], self.ends[b, j]
-            if lo >= hi:
-                continue
-            latent, rotated = (x[0, lo:hi].astype(np.float64) for x in self.rows[b])
-            s = np.concatenate([latent, rotated], axis=1) @ q[b, h, j] * self.scale
-            p = np.exp(s - s.max())
-            out[b, h, j] = p @ latent / p.sum()
-        return out
+    def keys_and_values(self, b, head):
+        latents, rotated = (x[0] for x in self.rows[b])
+        return np.concatenate([latents, rotated], axis=1), latents
 
-    def run(self, append=None, variant=None, launch_shape=None, max_visible=None):
-        """Return (out as float32 NumPy, fence) of a launch, of the portable body unless a variant is given."""
-        visible = mx.array(self.tables), mx.array(self.ends), mx.array(self.starts)
-        launch = kernels.prepare_decode(
-            self.k_pool, self.v_pool, visible, n_q_heads=self.n_q, scale=self.scale, max_visible=max_visible,
-            append=append is not None, variant=variant or self.variant(), launch_shape=launch_shape, latent=True,
-        )  # fmt: skip
-        fence = mx.array([7], mx.uint32)
-        out, fence = launch(self.q, self.k_pool, self.v_pool, fence, None, *(append or ()))
-        return to_float(out), fence
+    def run(self, **options):
+        return super().run(latent=True, **options)

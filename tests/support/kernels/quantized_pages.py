@@ -73,3 +73,10 @@ def rows_of(pages: Words, form: QuantizedRows) -> Words:
     flat = pages.reshape(*lead[:2], -1)
     parts = [x.reshape(*lead, -1) for x in (flat[..., :size], flat[..., size:])]
     return np.concatenate(parts, axis=-1)
+
+
+def unset_pages(x: Floats, form: QuantizedRows) -> mx.array:
+    """Return a pool's pages of values ``[num_blocks, n_kv_heads, block_size, dim]``; slots with NaN are unwritten."""
+    words = quantized(x, form)
+    words[np.isnan(x).any(-1)] = UNSET
+    return mx.array(pages_of(words, form))

@@ -12,16 +12,10 @@ ci.Index.create()  # loads the library now, by the platform's name
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CK, TK = ci.CursorKind, ci.TypeKind
-BANNED = {
+BANNED = {  # beside the words that msl_check.hpp makes undeclared names
     CK.LAMBDA_EXPR: "lambda expression",
-    CK.GOTO_STMT: "goto",
-    CK.CXX_TRY_STMT: "try",
-    CK.CXX_THROW_EXPR: "throw",
     CK.CXX_NEW_EXPR: "new",
     CK.CXX_DELETE_EXPR: "delete",
-    CK.CXX_DYNAMIC_CAST_EXPR: "dynamic_cast",
-    CK.CXX_TYPEID_EXPR: "typeid",
-    CK.ASM_STMT: "asm",
 }
 ARGS = [
     "-x",

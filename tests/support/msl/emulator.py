@@ -23,18 +23,7 @@ from tests.support.msl.msl_source import _DECL, DT, dtype_name, mlx_source, stri
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CACHE = os.environ.get("MSLEMU_CACHE", os.path.join(tempfile.gettempdir(), "mslemu-cache"))
-CXX = os.environ.get("MSLEMU_CXX", "g++")
-# The emulator's expression for an attribute, where it is not the field of the same name.
-EMU_ATTR = {
-    "thread_execution_width": "32u",
-    "threads_per_simdgroup": "32u",
-    "grid_origin": "uint3(0u,0u,0u)",
-    "grid_size": "U(t.threads_per_grid)",
-    "quadgroup_index_in_threadgroup": "t.thread_index_in_threadgroup/4",
-    "thread_index_in_quadgroup": "t.thread_index_in_threadgroup%4",
-    "quadgroups_per_threadgroup": "(t.simdgroups_per_threadgroup*8)",
-    "dispatch_quadgroups_per_threadgroup": "(t.dispatch_simdgroups_per_threadgroup*8)",
-}
+CXX = "g++"
 
 
 class EmuError(AssertionError):
@@ -94,26 +83,13 @@ def rewrite_threadgroup(s):
 
 @functools.cache
 def _flags(checked):
-    f = [
-        "-std=c++20",
-        "-fPIC",
-        "-shared",
-        "-w",
-        "-fsingle-precision-constant" if "clang" not in CXX else "-Xclang=-cl-single-precision-constant",
-        "-fno-math-errno",
-        "-fvisibility=hidden",
-    ]
-    try:
-        if "f16c" in open("/proc/cpuinfo").read():
-            f.append("-mf16c")
-    except OSError:
-        pass
-    return f + (
-        ["-O1", "-g1", "-fsanitize=thread"]
-        + (["--param", "tsan-instrument-func-entry-exit=0"] if "clang" not in CXX else [])
-        if checked
-        else ["-O1"]  # -O2 takes 30 % longer to compile, and the programs are no faster
-    )
+    flags = ["-std=c++20", "-fPIC", "-shared", "-w", "-fsingle-precision-constant", "-fno-math-errno"]
+    flags += ["-fvisibility=hidden", "-O1"]  # -O2 takes 30 % longer to compile, and the programs are no faster
+    if "f16c" in open("/proc/cpuinfo").read():
+        flags.append("-mf16c")
+    if checked:
+        flags += ["-g1", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
+    return flags
 
 
 def _run(cmd):
@@ -130,9 +106,7 @@ def _text(name):
 @functools.cache
 def _precompiled(*flags):
     """Return a folder with the emulator's header precompiled by GCC for these flags."""
-    if "clang" in CXX:
-        return HERE
-    key = hashlib.sha256((_text("msl_rt.hpp") + _text("msl_cpu.hpp") + repr(flags) + CXX).encode()).hexdigest()[:24]
+    key = hashlib.sha256((_text("msl_rt.hpp") + _text("msl_cpu.hpp") + repr(flags)).encode()).hexdigest()[:24]
     folder = f"{CACHE}/headers_{key}"
     os.makedirs(folder, exist_ok=True)
     header = f"{folder}/msl_cpu.hpp.gch"
@@ -154,13 +128,13 @@ def _build(cpp, checked):
     os.makedirs(CACHE, exist_ok=True)
     rts = _text("msl_rt.cpp") + _text("msl_rt.hpp")
     # All programs link to one runtime, so its state of a launch exists once.
-    rt = f"{CACHE}/librt_{hashlib.sha256((rts + CXX).encode()).hexdigest()[:16]}.so"
+    rt = f"{CACHE}/librt_{hashlib.sha256(rts.encode()).hexdigest()[:16]}.so"
     if not os.path.exists(rt):
         own = f"{rt}.{os.getpid()}"  # several test processes may be at it
         _run([CXX, "-std=c++17", "-O2", "-fPIC", "-shared", f"{HERE}/msl_rt.cpp", "-o", own, "-ldl"])
         os.replace(own, rt)
     fl = _flags(checked)
-    h = hashlib.sha256((cpp + rts + _text("msl_cpu.hpp") + repr(fl) + CXX).encode()).hexdigest()[:24]
+    h = hashlib.sha256((cpp + rts + _text("msl_cpu.hpp") + repr(fl)).encode()).hexdigest()[:24]
     so = f"{CACHE}/k_{h}.so"
     if not os.path.exists(so):
         own = f"{CACHE}/k_{h}.{os.getpid()}"
@@ -196,7 +170,6 @@ class Launch(C.Structure):
         ("nbufs", C.c_int),
         ("order", C.c_int),
         ("strict", C.c_int),
-        ("check_unwritten", C.c_int),
         ("tg_limit", C.c_size_t),
         ("msg", C.c_char_p),
         ("msg_cap", C.c_size_t),
@@ -221,25 +194,11 @@ def _symbolize(so, msg):
 
 
 class Kernel:
-    def __init__(
-        self,
-        name,
-        input_names,
-        output_names,
-        source,
-        header="",
-        ensure_row_contiguous=True,
-        atomic_outputs=False,
-        compile_options=None,
-    ):
-        self.name, self.inn, self.outn, self.source, self.header, self.atomic = (
-            name,
-            list(input_names),
-            list(output_names),
-            source,
-            header,
-            atomic_outputs,
-        )
+    """A kernel's body on the emulator; its arguments are those of mx.fast.metal_kernel."""
+
+    def __init__(self, name, input_names, output_names, source, header="", ensure_row_contiguous=True):
+        self.name, self.source, self.header = name, source, header
+        self.inn, self.outn = list(input_names), list(output_names)
         self.contig = ensure_row_contiguous
         self.stats = {}
 
@@ -247,13 +206,11 @@ class Kernel:
         ins = [(a.ndim, a.size, d) for a, d in arrs]
         body = '\n#line 1 "<kernel body>"\n' + rewrite_threadgroup(self.source)
         hdr = '#line 1 "<kernel header>"\n' + rewrite_threadgroup(self.header) + "\n" if self.header else ""
-        text, params, targs = mlx_source(
-            "msl_kernel_fn", hdr, body, self.inn, ins, self.outn, out_dts, template, self.atomic
-        )
+        text, params, targs = mlx_source("msl_kernel_fn", hdr, body, self.inn, ins, self.outn, out_dts, template)
         call, k = [], 0
         for kind, n, ty in params:
             if kind == "attr":
-                call.append(EMU_ATTR.get(n, f"U(t.{n})" if ty == "uint3" else f"t.{n}"))
+                call.append(f"U(t.{n})" if ty == "uint3" else f"t.{n}")
             else:
                 c = "" if kind == "out" else "const "
                 call.append(f"*({c}{ty}*)b[{k}]" if kind in ("in0", "ndim") else f"({c}{ty}*)b[{k}]")
@@ -278,13 +235,10 @@ class Kernel:
         threadgroup,
         template=None,
         init_value=None,
-        verbose=False,
-        stream=None,
         checked=False,
         orders=(0,),
         strict=True,
         tg_limit=32768,
-        check_unwritten=True,
         writes=(),
         sparse=(),
     ):
@@ -324,7 +278,6 @@ class Kernel:
                 len(bufs),
                 order,
                 int(strict),
-                int(check_unwritten),
                 tg_limit,
                 C.cast(msg, C.c_char_p),
                 len(msg),

@@ -15,9 +15,10 @@ from mlx_paged.kernels.launch_shape import (
     MATRIX_BODIES,
     MOST_GROUPS,
     SHARED_BODIES,
+    shape_for,
 )
 from scripts.support.paged_decode import decode_variants, paged_decode
-from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
+from tests.support.kernels.quantized_pages import dequantized, page_shape, quantized, unset_pages
 from tests.support.msl import emulator
 
 # Outputs that a kernel may leave partly unwritten, and inputs it stores to.
@@ -166,6 +167,21 @@ def to_mlx(x):
     return x_mlx.view(mx.bfloat16) if isinstance(x, emulator.BF16) else x_mlx
 
 
+def attention64(q, keys, values, seen, scale, softcap=None, sink=-np.inf):
+    """Return float64 attention of queries ``[n, dim]`` over keys and values ``[context, dim]``.
+
+    Each query sees those in ``seen`` ``[n, context]``; its result is 0 if it sees none.
+    """
+    q, keys, values = (x.astype(np.float64) for x in (q, keys, values))
+    s = q @ keys.T * scale
+    s = np.where(seen, softcap * np.tanh(s / softcap) if softcap else s, -np.inf)
+    top = np.maximum(s.max(1, keepdims=True, initial=-np.inf), sink)
+    top[np.isinf(top)] = 0.0
+    p = np.exp(s - top)
+    total = p.sum(1, keepdims=True) + np.exp(sink - top)
+    return p @ values / np.where(total, total, 1.0)
+
+
 class Case:
     """A pool with stale NaN in every unused slot, permuted blocks, and tables that are poisoned outside the window."""
 
@@ -229,20 +245,16 @@ class Case:
         return tuple(dequantized(quantized(x, form), form) for x, form in zip(values, self.pages, strict=True))
 
     def _fill(self):
-        """Make the pools from the dense ones; in quantised pages, a NaN slot's words have all bits set."""
+        """Make the pools from the dense ones."""
         if self.pages is None:
             self.k_pool, self.v_pool = (mx.array(x).astype(self.dtype) for x in self._dense)
             return
-        pools = []
-        for x, form in zip(self._dense, self.pages, strict=True):
-            words = quantized(x, form)
-            words[np.isnan(x).any(-1)] = UNSET
-            pools.append(mx.array(pages_of(words, form)))
-        self.k_pool, self.v_pool = pools
+        self.k_pool, self.v_pool = map(unset_pages, self._dense, self.pages)
 
     def take_out_newest(self):
         """Return the keys and values of each sequence's newest token, for the call's `append`, and make its slot NaN
         again."""
+        self._full = {"k_pool": to_float(self.k_pool), "v_pool": to_float(self.v_pool)}
         new = []
         for which, pool in enumerate(self._dense):
             new.append(mx.array(np.stack([row[which][:, -1:] for row in self._given])).astype(self.dtype))
@@ -251,29 +263,30 @@ class Case:
         self._fill()
         return tuple(new)
 
+    def is_full_again(self, written):
+        """Return whether a launch has stored the tokens that were taken out, and nothing else."""
+        return all(np.array_equal(to_float(written[name]), x, equal_nan=True) for name, x in self._full.items())
+
+    def keys_and_values(self, b, head):
+        """Return what a query head of a sequence attends to, ``[context, dim]`` each."""
+        return (x[head // (self.n_q // self.n_kv)] for x in self.rows[b])
+
     def reference(self):
         """Return float64 attention over the dense rows."""
-        q = to_float(self.q).astype(np.float64)
-        out = np.zeros((*q.shape[:3], self.rows[0][1].shape[-1]))
-        for b, h, j in np.ndindex(*q.shape[:3]):
-            lo, hi = self.starts[b, j], self.ends[b, j]
-            if lo >= hi:
-                continue
-            k, v = (x[h // (self.n_q // self.n_kv), lo:hi].astype(np.float64) for x in self.rows[b])
-            s = k @ q[b, h, j] * self.scale
-            if self.softcap:
-                s = self.softcap * np.tanh(s / self.softcap)
-            sink = float(self.sinks[h]) if self.sinks is not None else -np.inf
-            top = max(s.max(), sink)
-            p = np.exp(s - top)
-            out[b, h, j] = p @ v / (p.sum() + np.exp(sink - top))
-        return out
+        q, heads = to_float(self.q), []
+        for b, head in np.ndindex(*q.shape[:2]):
+            keys, values = self.keys_and_values(b, head)
+            position = np.arange(len(keys))
+            seen = (position >= self.starts[b][:, None]) & (position < self.ends[b][:, None])
+            sink = float(self.sinks[head]) if self.sinks is not None else -np.inf
+            heads.append(attention64(q[b, head], keys, values, seen, self.scale, self.softcap, sink))
+        return np.stack(heads).reshape(*q.shape[:3], -1)
 
-    def variant(self):
-        """Return the variant of the portable body, with the partitions of 8 KV heads or more."""
+    def variant(self, body=-1):
+        """Return the variant of the portable body, or with 0 the fastest, with the partitions of 8 KV heads or more."""
         extras = {"softcap": self.softcap is not None, "sinks": self.sinks is not None}
-        portable = decode_variants(self.k_pool, self.v_pool, self.n_q, pages=self.pages, **extras)[-1]
-        return portable._replace(groups=MOST_GROUPS)
+        variants = decode_variants(self.k_pool, self.v_pool, self.n_q, pages=self.pages, **extras)
+        return variants[body]._replace(groups=MOST_GROUPS)
 
     def run(self, fence=None, **options):
         """Return (out as float32 NumPy, fence) of paged_decode, with the portable body unless a variant is given."""
@@ -293,3 +306,55 @@ class Case:
             **options,
         )
         return to_float(out), fence
+
+
+DECODE_BODIES = {  # over dense and over quantised pages
+    "portable": ("paged_decode", "quantized_decode"),
+    "matrix": MATRIX_BODIES,
+    "tensor": ("paged_decode_tensor", "quantized_decode_tensor"),
+}
+
+
+def launch(case, kind="portable", *, backend=None, cores=None, shape=(), edits=(), append=None, **options):
+    """Run a decode body on the emulator; return (out as float32 NumPy, the Emulated).
+
+    Args:
+        kind: of DECODE_BODIES.
+        cores: of the GPU, which determine the launch's shape.
+        shape: changes of the launch's shape.
+        edits: mutations of the body.
+        options: ``max_visible``, or arguments of :func:`emulated`.
+    """
+    body = DECODE_BODIES[kind][case.pages is not None]
+    given = {"append": append, "max_visible": options.pop("max_visible", None)}
+    options["edit"] = {**options.get("edit", {}), body: edits}
+    with emulated(backend or ("cuda" if kind == "tensor" else "metal"), **options) as fake:
+        variant = case.variant(0 if kind == "tensor" else -1)._replace(body=body)
+        out, fence = case.run(variant=variant, launch_shape=shape_for(variant, cores)._replace(**dict(shape)), **given)
+    assert int(np.asarray(fence)[0]) == 8 and {name for name, _ in fake.calls} <= {body, "merge_partitions"}
+    return out, fake
+
+
+TOLERANCE = {mx.float32: 3e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
+KINDS = {  # of decode bodies, and what their cases have unless they say otherwise
+    "portable": {"group_size": 32, "dtype": mx.float32},
+    "matrix": {"group_size": 32, "dtype": mx.bfloat16, "heads": (8, 1)},
+    "tensor": {"group_size": 64, "dtype": mx.float16},
+}
+
+
+def decode_case(contexts, bits=None, kind="portable", **options):
+    """Return a case for a kind of body, over quantised pages unless ``bits`` is None."""
+    options = {**KINDS[kind], **options}
+    dim, value_dim, size = options.get("head_dim", 64), options.get("value_dim") or 0, options.pop("group_size")
+    pages = bits and page_shape(dim, bits, size, options["dtype"], value_dim)
+    return Case(contexts, pages=pages, **options)
+
+
+def check_decode(case, kind="portable", **options):
+    """Compare a launch's output, which is returned, with the reference."""
+    if kind == "portable":  # short contexts are split, too; the bodies for matrices have single partitions
+        options["shape"] = {"first": 0, **options.get("shape", {})}
+    out, _ = launch(case, kind, **options)
+    np.testing.assert_allclose(out, case.reference(), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+    return out

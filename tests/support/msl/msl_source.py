@@ -51,7 +51,7 @@ def dtype_name(d):
     return np.dtype(d).name
 
 
-def mlx_source(fname, header, source, in_names, ins, out_names, out_dtypes, template, atomic=False):
+def mlx_source(fname, header, source, in_names, ins, out_names, out_dtypes, template):
     """Return (text, params, targs), as write_signature() in mlx/backend/common/metal_kernel.cpp makes them.
 
     ``ins``: [(ndim, size, dtype name)].
@@ -86,7 +86,7 @@ def mlx_source(fname, header, source, in_names, ins, out_names, out_dtypes, temp
     outs = []
     for n, dt in zip(out_names, out_dtypes):
         ty = DT[dt][0]
-        outs.append(f"  device {'atomic<' + ty + '>' if atomic else ty}* {n} [[buffer({i})]]")
+        outs.append(f"  device {ty}* {n} [[buffer({i})]]")
         i += 1
         params.append(("out", n, ty))
     outs += [f"  {ty} {a} [[{a}]]" for a, ty in attrs]

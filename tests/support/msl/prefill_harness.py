@@ -11,8 +11,8 @@ import numpy as np
 
 from mlx_paged.kernels import check, ops, prefill
 from tests.support.kernels.fake_kernels import fake_kernels
-from tests.support.kernels.quantized_pages import UNSET, dequantized, pages_of, quantized
-from tests.support.msl.harness import tensor_kernel, to_float
+from tests.support.kernels.quantized_pages import dequantized, quantized, unset_pages
+from tests.support.msl.harness import attention64, tensor_kernel, to_float
 
 
 @contextmanager
@@ -39,14 +39,8 @@ def emulated(
 
 
 @contextmanager
-def emulated_self_check(
-    arrays_of: Callable[[Any, dict[str, Any]], list[mx.array]],
-) -> Iterator[Callable[[tuple[str, str]], None]]:
-    """Run the self-check's kernel on the emulator, with faked writes; yield a function that plants a mutation.
-
-    Args:
-        arrays_of: launches an emulated kernel with these options and returns its outputs as MLX's arrays.
-    """
+def emulated_self_check() -> Iterator[Callable[[tuple[str, str]], None]]:
+    """Run the self-check's kernel on the emulator, with faked writes; yield a function that plants a mutation."""
     edits: list[tuple[str, str]] = []
     with fake_kernels() as fake, emulated(edits, orders=(0,), checked=False):
         build, launched = prefill.build_kernel, prefill.PrefillLaunch.__call__
@@ -59,7 +53,12 @@ def emulated_self_check(
 
         def build_arrays(body: str, constants: Any) -> Callable[..., list[mx.array]]:
             kernel = build(body, constants)
-            return lambda **options: arrays_of(kernel, options)
+
+            def launch(**options: Any) -> list[mx.array]:
+                outs = zip(kernel(**options), options["output_dtypes"], strict=True)
+                return [mx.array(np.asarray(out)).view(dtype) for out, dtype in outs]
+
+            return launch
 
         with (
             mock.patch.object(prefill, "build_kernel", build_arrays),
@@ -125,16 +124,13 @@ class Pack:
 
     def _first_seen(self, position):
         """Return the first position that a token sees: with a stride of the window's size, the start of its chunk."""
-        return -(-max(0, position - self.window + 1) // self.stride) * self.stride if self.window else 0
+        if not self.window:
+            return 0 * position
+        return -(-np.maximum(position - self.window + 1, 0) // self.stride) * self.stride
 
     def _quantize(self, pools):
         """Make quantised pages of the pools; from here on, rows are their dequantised values."""
-        words = []
-        for x, form in zip(pools, self.pages, strict=True):
-            words.append(quantized(x, form))
-            words[-1][np.isnan(x).any(-1)] = UNSET
-        self.k_pool, self.v_pool = (mx.array(pages_of(x, form)) for x, form in zip(words, self.pages, strict=True))
-        self.given = self.rows
+        self.k_pool, self.v_pool = map(unset_pages, pools, self.pages)
         self.rows = [
             [dequantized(quantized(x, form), form) for x, form in zip(pair, self.pages, strict=True)]
             for pair in self.rows
@@ -152,23 +148,19 @@ class Pack:
 
     def reference(self):
         """Return float64 attention over the dense rows."""
-        q = to_float(self.q).astype(np.float64)
-        out = np.zeros((*q.shape[:3], self.rows[0][1].shape[-1]))
-        token, group = 0, self.n_q // self.n_kv
-        for count, length, (keys, values) in zip(self.counts, self.lengths, self.rows, strict=True):
-            for own in range(length - count, length):
-                lo = self._first_seen(own)
-                for h in range(self.n_q):
-                    k, v = (x[h // group, lo : own + 1].astype(np.float64) for x in (keys, values))
-                    s = k @ q[token, h, 0] * self.scale
-                    if self.softcap:
-                        s = self.softcap * np.tanh(s / self.softcap)
-                    sink = -np.inf if self.sinks is None else float(self.sinks[h])
-                    top = max(s.max(), sink)
-                    p = np.exp(s - top)
-                    out[token, h, 0] = p @ v / (p.sum() + np.exp(sink - top))
-                token += 1
-        return out
+        q, first, parts = to_float(self.q), 0, []
+        for count, length, rows in zip(self.counts, self.lengths, self.rows, strict=True):
+            own, position = np.arange(length - count, length)[:, None], np.arange(length)
+            seen = (position <= own) & (position >= self._first_seen(own))
+            heads = []
+            for head in range(self.n_q):
+                keys, values = (x[head // (self.n_q // self.n_kv)] for x in rows)
+                sink = -np.inf if self.sinks is None else float(self.sinks[head])
+                of_head = q[first : first + count, head, 0]
+                heads.append(attention64(of_head, keys, values, seen, self.scale, self.softcap, sink))
+            parts.append(np.stack(heads, axis=1)[:, :, None])
+            first += count
+        return np.concatenate(parts)
 
     def prepare(self, **options):
         """Return the launch for this pack."""

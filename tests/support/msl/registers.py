@@ -86,11 +86,6 @@ def registers_of_each(
     return [found[number] for number in range(len(instances))]
 
 
-def program_of(body: str, constants: Constants, header: str, source: str) -> str:
-    """Return the text that nvcc compiles: the kernel with its parameters."""
-    return _HEAD + kernel_of(body, constants, header, source)
-
-
 def kernel_of(body: str, constants: Constants, header: str, source: str) -> str:
     """Return a kernel with its parameters, without the headers that all kernels need."""
     known = dict(constants)

@@ -3,7 +3,7 @@
 import importlib
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import mlx.core as mx
@@ -93,22 +93,6 @@ def prompt(length: int, seed: int) -> list[int]:
     return [chosen.randrange(VOCAB) for _ in range(length)]
 
 
-def ragged() -> dict[str, Any]:
-    world = World()
-    gen = world.generator(completion_batch_size=4, prefill_step_size=16)
-    gen.insert([prompt(n, n) for n in (1, 3, 40, 17, 9, 25)], [6, 12, 5, 9, 3, 8])
-    world.run(gen)
-    return world.outcome(gen)
-
-
-def packs() -> dict[str, Any]:
-    world = World()
-    gen = world.generator(packs=True, completion_batch_size=6)
-    gen.insert([prompt(n, n) for n in (1, 3, 40, 17, 9, 25)], [4, 8, 3, 6, 2, 5])
-    world.run(gen)
-    return world.outcome(gen, packs=gen._engine.packs)
-
-
 def shared_prefixes() -> dict[str, Any]:
     world = World()
     gen = world.generator(shares=True, completion_batch_size=3, prefill_step_size=16)
@@ -120,28 +104,32 @@ def shared_prefixes() -> dict[str, Any]:
     return world.outcome(gen, computed=gen.computed_prompt_tokens)
 
 
-def preemption() -> dict[str, Any]:
-    world = World(num_blocks=13)
-    gen = world.generator(completion_batch_size=4, prefill_step_size=16)
-    gen.insert([prompt(n, n) for n in (20, 18, 25, 22)], [10, 10, 8, 8])
-    world.run(gen)
-    return world.outcome(gen)
+class Plain(NamedTuple):
+    """A scenario of requests that are inserted together: the lengths of their prompts and of their answers."""
+
+    lengths: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    world: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    packs: bool = False
+
+    def __call__(self) -> dict[str, Any]:
+        world = World(**self.world)
+        sizes = {} if self.packs else {"prefill_step_size": 16}
+        gen = world.generator(packs=self.packs, completion_batch_size=6 if self.packs else 4, **sizes)
+        gen.insert([prompt(n, n) for n in self.lengths], list(self.num_tokens))
+        world.run(gen)
+        return world.outcome(gen, packs=gen._engine.packs)
 
 
-def windows() -> dict[str, Any]:
-    world = World(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
-    gen = world.generator(completion_batch_size=3, prefill_step_size=16)
-    gen.insert([prompt(n, n) for n in (30, 5, 22)], [13, 13, 13])
-    world.run(gen)
-    return world.outcome(gen)
-
-
-def quantized() -> dict[str, Any]:
-    world = World(config={"kv_bits": 8, "kv_group_size": 32}, head_dim=32)
-    gen = world.generator(completion_batch_size=3, prefill_step_size=16)
-    gen.insert([prompt(n, n) for n in (30, 5, 22)], [6, 6, 6])
-    world.run(gen)
-    return world.outcome(gen)
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+QUANTIZED = {"config": {"kv_bits": 8, "kv_group_size": 32}, "head_dim": 32}
+PLAIN = {
+    "ragged": Plain((1, 3, 40, 17, 9, 25), (6, 12, 5, 9, 3, 8)),
+    "packs": Plain((1, 3, 40, 17, 9, 25), (4, 8, 3, 6, 2, 5), packs=True),
+    "preemption": Plain((20, 18, 25, 22), (10, 10, 8, 8), {"num_blocks": 13}),
+    "windows": Plain((30, 5, 22), (13, 13, 13), WINDOWS),
+    "quantized": Plain((30, 5, 22), (6, 6, 6), QUANTIZED),
+}
 
 
 def cancels() -> dict[str, Any]:
@@ -234,13 +222,8 @@ def schedule(count: int = 100, seed: int = 0) -> dict[str, Any]:
     return world.outcome(gen)
 
 
-SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
-    each.__name__: each
-    for each in (
-        ragged, packs, shared_prefixes, preemption, windows, quantized, cancels, sampling, unseeded, look_up,
-        timed_look_up, schedule,
-    )
-}  # fmt: skip
+OTHERS = (shared_prefixes, cancels, sampling, unseeded, look_up, timed_look_up, schedule)
+SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {**PLAIN, **{each.__name__: each for each in OTHERS}}
 
 
 def play(names: Sequence[str]) -> dict[str, Any]:
