@@ -13,7 +13,7 @@ from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
-from ..engine.proposer import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
+from ..engine.interfaces import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 from ..engine.request import Request, sequence_of
 from ..errors import ConfigError, PoolExhaustedError, check_device
 from ..kv.pool import BlockPool
@@ -64,7 +64,7 @@ class DraftRow:
 
 
 class DraftModel:
-    """Proposes a draft model's most likely tokens. A :class:`mlx_paged.engine.proposer.Proposer`.
+    """Proposes a draft model's most likely tokens. A :class:`mlx_paged.engine.interfaces.Proposer`.
 
     All rows take their draft steps together: the first computes, as a pack, the tokens that rows got since the last
     one; each later one computes a token of each row. Drafts are the most likely tokens whatever the row's sampler is.
@@ -162,7 +162,7 @@ class DraftModel:
     def propose(
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
-        """Return the draft model's most likely tokens; see :meth:`..engine.proposer.Proposer.propose`."""
+        """Return the draft model's most likely tokens; see :meth:`..engine.interfaces.Proposer.propose`."""
         for row in list(self._num_drafted):  # drafts that were not verified
             self._drop_drafts(row)
         if vocab_size is None:  # a draft model with a larger vocabulary might propose tokens that the model lacks
@@ -191,7 +191,7 @@ class DraftModel:
 
     @property
     def seconds_saved(self) -> float:
-        """See :attr:`..engine.proposer.Proposer.seconds_saved`."""
+        """See :attr:`..engine.interfaces.Proposer.seconds_saved`."""
         return self.depth.seconds_saved
 
     def _candidate(self, row: Request, share: int) -> Candidate:

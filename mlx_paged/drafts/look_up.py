@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from ..engine.peers import Peers
-from ..engine.proposer import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
+from ..engine.interfaces import MOST_TOKENS, NextTokens, Peers, Proposal, most_drafts, num_known
 from ..engine.request import Request
 from ..kv.pool import BlockPool
 from .depth import Candidate, Depth, new_depth
@@ -194,7 +193,7 @@ def look_up_of(pool: BlockPool, peers: Peers) -> LookUp:
 
 
 class LookUp:
-    """Proposes tokens that rows may repeat. A :class:`mlx_paged.engine.proposer.Proposer`.
+    """Proposes tokens that rows may repeat. A :class:`mlx_paged.engine.interfaces.Proposer`.
 
     Rows are not searched while ``depth`` could not pay for drafts (:meth:`Depth.may_choose`).
 
@@ -212,7 +211,7 @@ class LookUp:
 
     @property
     def seconds_saved(self) -> float:
-        """See :attr:`..engine.proposer.Proposer.seconds_saved`."""
+        """See :attr:`..engine.interfaces.Proposer.seconds_saved`."""
         return self.depth.seconds_saved
 
     def add(self, rows: Sequence[Request]) -> None:
@@ -230,7 +229,7 @@ class LookUp:
     def propose(
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
-        """Return as many drafts of the rows as pay; see :meth:`..engine.proposer.Proposer.propose`."""
+        """Return as many drafts of the rows as pay; see :meth:`..engine.interfaces.Proposer.propose`."""
         uids = [row.uid for row in rows]
         self.depth.begin(len(rows), is_like_last=uids == self._last and self.depth.caller == id(self))
         self._last, self.depth.caller = uids if is_alone else [], id(self)

@@ -13,10 +13,10 @@ from ..errors import RequestTooLargeError, without_frames
 from ..kv.budget import Append, PoolBudget
 from ..kv.pool import BlockPool
 from .decode_batch import DecodeBatch
+from .interfaces import TokenResponse
 from .request import Request
 from .scheduler import Chunk, Growth, Memory
 from .sharing import Sharing
-from .upstream import TokenResponse
 
 ANSWER_TOKENS = 256  # of an answer that count when a pool grows
 

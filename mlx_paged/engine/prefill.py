@@ -19,8 +19,9 @@ from ..kernels.availability import on_metal, packs_prompts
 from ..kernels.fused_attention import has_nax, least_fused_queries
 from ..kv.pool import BlockPool
 from ..warn import warn_once
+from .decode_batch import DecodeBatch
+from .model_call import ModelCall, NoBlocksError
 from .request import Request
-from .runner import NoBlocksError, Rows, Runner
 from .scheduler import Chunk, ChunkCap
 
 LATENCY_MS = 500  # default time for the prompts of a step beside requests that decode or wait
@@ -108,19 +109,17 @@ class Prefill:
     padding and with MLX's fused causal attention.
 
     Args:
-        model: the model.
-        runner: calls it.
+        batch: the decode batch, whose model computes the prompts, too.
         in_place: the caches' blocks are a device's.
         packs: all chunks of a step go through the model together, as a pack.
         pace: follows the time that chunks take; None: nothing does.
     """
 
     def __init__(
-        self, model: Any, runner: Runner, *, in_place: bool, packs: bool = False, pace: PrefillPace | None = None
+        self, batch: DecodeBatch, *, in_place: bool, packs: bool = False, pace: PrefillPace | None = None
     ) -> None:
-        self.model, self.runner = model, runner
-        self.in_place, self.pace = in_place, pace
-        self.packs = packs and _not_packed.get(model) is None
+        self.batch, self.in_place, self.pace = batch, in_place, pace
+        self.packs = packs and _not_packed.get(batch.model) is None
         self._under_way: list[mx.array] = []  # fences of the last chunks
         # Requests of the last chunks, and the lengths these lead to. Weak: they may finish before the next ones.
         self._launched: list[tuple[weakref.ref[Request], int]] = []
@@ -157,8 +156,10 @@ class Prefill:
                 continue
             except NotPackableError as error:
                 self.packs = False
-                _not_packed.put(self.model, str(error))
-                warn_once(f"prompts are prefilled one at a time for models of {type(self.model).__module__}: {error}")
+                _not_packed.put(self.batch.model, str(error))
+                warn_once(
+                    f"prompts are prefilled one at a time for models of {type(self.batch.model).__module__}: {error}"
+                )
                 calls.extendleft([[chunk] for chunk in reversed(call)])
                 continue
             except Exception as error:
@@ -182,10 +183,10 @@ class Prefill:
 
     def _run(self, call: Sequence[Chunk], requests: Sequence[Request]) -> None:
         """Build the model call of some chunks, one chunk only unless as a pack."""
-        rows = Rows(requests, [num_tokens for _, num_tokens in call], together=self._is_pack(call))
+        made = ModelCall(requests, [num_tokens for _, num_tokens in call], together=self._is_pack(call))
         tokens = [token for request, num_tokens in call for token in request.next_tokens(num_tokens)]
-        self.runner.run(rows, mx.array(tokens, mx.uint32))
-        rows.keep_states()
+        made.run(self.batch.forward, mx.array(tokens, mx.uint32))
+        made.keep_states()
         if not self.in_place:  # states, which have no fence
             mx.eval([cache.state for request in requests for cache in request.caches or ()])
 

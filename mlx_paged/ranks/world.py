@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers import distributed
 
-from ..engine.peers import ALONE, Peers
+from ..engine.interfaces import ALONE, Peers
 from ..errors import ConfigError, KernelUnavailableError
 from ..kernels.build import backend
 from ..kv.attention_params import QueryHeads

@@ -31,7 +31,7 @@ from mlx_lm import sample_utils
 
 import mlx_paged
 from mlx_paged.drafts.depth import Acceptance, Candidate, Depth, new_depth
-from mlx_paged.engine.proposer import NextTokens, Proposal, most_drafts, num_known
+from mlx_paged.engine.interfaces import NextTokens, Proposal, most_drafts, num_known
 from mlx_paged.engine.request import Request, RequestOptions
 
 from . import timed_run
@@ -93,7 +93,7 @@ class Side(NamedTuple):
 
 
 class Made:
-    """Proposes the rows' own next tokens, some of them wrong. A :class:`mlx_paged.engine.proposer.Proposer`.
+    """Proposes the rows' own next tokens, some of them wrong. A :class:`mlx_paged.engine.interfaces.Proposer`.
 
     Args:
         answers: answers by prompt, longer than those to generate.

@@ -30,8 +30,8 @@ from mlx_paged.cuda.compiled import cuda_source
 from mlx_paged.cuda.launch import CompiledKernel
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.interfaces import Upstream
 from mlx_paged.engine.request import Request
-from mlx_paged.engine.upstream import Upstream
 from mlx_paged.kernels import availability, ops
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kv import choice

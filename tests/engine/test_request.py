@@ -9,7 +9,7 @@ import pytest
 from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine import prefill
 from mlx_paged.engine.prefill import PrefillPace
-from mlx_paged.engine.step_logits import StepLogits, TokenLogits
+from mlx_paged.engine.request import StepLogits, TokenLogits
 from tests.support.models.toy_engine import (
     ToyEngine,
     answer,
@@ -70,13 +70,13 @@ class Clock:
 
     def __init__(self, engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        call = engine.engine.batch.runner.call
+        call = engine.engine.batch.forward
 
         def counted(tokens: mx.array, **options: Any) -> Any:
             self.now += tokens.size if tokens.shape[1] > 1 else 0
             return call(tokens, **options)
 
-        engine.engine.batch.runner.call = counted
+        engine.engine.batch.forward = counted
         monkeypatch.setattr(engine_module.time, "perf_counter", lambda: self.now)
 
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ...errors import ConfigError, check_device
-from ..request import Request
-from ..step_logits import Sampler, StepLogits
+from ..request import Request, Sampler, StepLogits
 from .batch_sampler import BatchSampler, SampledRow
 from .params import SamplingParams
 

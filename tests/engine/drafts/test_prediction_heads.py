@@ -12,7 +12,7 @@ from mlx_paged.drafts.depth import TRIAL_CONTEXT
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.compiled_step import CompiledStep
 from mlx_paged.engine.hidden_states import MOST_POSITIONS, HiddenStates
-from mlx_paged.engine.proposer import num_known
+from mlx_paged.engine.interfaces import num_known
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import crossed, quick
 from tests.support.models import prediction_heads

@@ -13,7 +13,7 @@ import mlx_paged
 from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.drafts import look_up
 from mlx_paged.drafts.look_up import LEAST_CHANCE, MOST_COMPARED, SIZES, NgramIndex, Predictor
-from mlx_paged.engine.proposer import NextTokens
+from mlx_paged.engine.interfaces import NextTokens
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlx_paged.engine.model_call import NoBlocksError
 from mlx_paged.engine.prefill import Prefill
 from mlx_paged.engine.request import Request
-from mlx_paged.engine.runner import NoBlocksError
 from mlx_paged.engine.scheduler import Chunk
 from tests.support.models.batch_runs import TOLERANCE, Outcome, packing_generator
 from tests.support.models.builders import prompt_of
