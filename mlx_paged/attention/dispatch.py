@@ -13,8 +13,8 @@ from ..errors import GeometryError
 from ..kernels.availability import prepares_plans
 from ..kernels.build import NoKernelError
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
-from ..kv.attention_params import AttentionParams, QueryHeads, Window
-from ..kv.choice import kernel_unsupported_reason, prefill_unsupported_reason
+from ..kv.blocks import kernel_unsupported_reason, prefill_unsupported_reason
+from ..kv.geometry import AttentionParams, QueryHeads, Window
 from ..kv.group import Group
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import BlockStateError, without_frames
-from ..kv.attention_params import Window
+from ..kv.geometry import Window
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
 from .sequence import KnownMasks, SequenceTables

@@ -12,14 +12,12 @@ from ..attention import dispatch, gather
 from ..attention.dispatch import Dispatch, record
 from ..attention.gather import causal_mask, window_under
 from ..errors import GeometryError, PromptCacheError
-from ..kv.attention_params import AttentionParams, QueryHeads, Window
-from ..kv.geometry import Geometry
+from ..kv.geometry import AttentionParams, Geometry, QueryHeads, Window
 from ..kv.lock import locked
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
 from .batch import OWN_MASK, Batch, NotPackableError
-from .layer_cache import LayerCache
-from .lazy_kv import LazyKV, hand_out
+from .layer_cache import LayerCache, LazyKV, hand_out
 from .paged_kv_cache import PagedKVCache
 from .placeholders import Placeholder, PlaceholderBatch
 

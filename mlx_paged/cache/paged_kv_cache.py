@@ -10,12 +10,11 @@ import mlx.core as mx
 from ..attention import dispatch
 from ..attention.gather import causal_mask, window_under
 from ..errors import BlockStateError, PromptCacheError
-from ..kv.attention_params import AttentionParams, QueryHeads, Window
 from ..kv.block_table import BlockTable
+from ..kv.geometry import AttentionParams, QueryHeads, Window
 from ..kv.lock import locked
 from ..kv.new_tokens import NewTokens
-from .layer_cache import LayerCache
-from .lazy_kv import LazyKV, hand_out
+from .layer_cache import LayerCache, LazyKV, hand_out
 from .sequence import SequenceTables
 
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
-from ..kv.attention_params import Window
 from ..kv.block_table import BlockTable
+from ..kv.geometry import Window
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
 

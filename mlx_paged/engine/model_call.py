@@ -31,8 +31,8 @@ class NoBlocksError(Exception):
 
 
 class ModelCall:
-    """Requests with new tokens, and the layers' caches of a model call for them. While the rows stay the same, one object
-    serves step after step of decoding.
+    """Requests with new tokens, and the layers' caches of a model call for them. While the rows stay the same, one
+    object serves step after step of decoding.
 
     Together, each token is a row of its own, ``[T, 1]`` (:class:`.batch.Batch`): nothing is padded. Layers without
     blocks take the requests' states side by side. One by one, there is a call ``[1, n]`` for each request, over its own

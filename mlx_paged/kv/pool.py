@@ -8,16 +8,13 @@ import mlx.core as mx
 
 from ..errors import BlockStateError, GeometryError, TrimError
 from .allocator import NULL_BLOCK
-from .attention_params import QueryHeads
 from .block_table import BlockTable
-from .blocks import Blocks, ChooseBlocks, HeldArrays
-from .choice import host_blocks
-from .geometry import PageFormat
-from .group import Group, LayerGroup, check_layout
+from .blocks import Blocks, ChooseBlocks, host_blocks
+from .geometry import PageFormat, QueryHeads
+from .group import Group, HeldArrays, LayerGroup, check_layout
 from .lock import PoolLock
 from .memory import UNLIMITED, PoolMemory
 from .new_tokens import NewTokens
-from .owners import BlockHolder
 from .stats import PagedCacheStats, check_group
 
 
@@ -57,8 +54,8 @@ class BlockPool:
         ]
         # Guards every change. Holders of blocks use it for their own changes, which avoids deadlocks.
         self.lock = PoolLock(self.groups, held)
-        self._owners = self.lock.owners
-        self.memory = PoolMemory(self.groups, memory_budget, self._owners, self.lock)
+        self.memory = PoolMemory(self.groups, memory_budget, self.lock)
+        self._identity = object()  # of the pool's tables
         # Of each model layer: the index of its group, and its own index in the group.
         self.places = {
             layer: (index, position)
@@ -106,7 +103,7 @@ class BlockPool:
         blocks: list[int] = []
         try:
             with self.lock:
-                self._owners.collect()
+                self.lock.collect()
                 first = self.memory.provide(group, count, after)
                 blocks = self.groups[group].allocator.allocate(count, first)
         except Exception:  # if blocks were taken, computing failed when the lock was released
@@ -125,28 +122,14 @@ class BlockPool:
         with self.lock.even_if_lost:
             self.groups[group].allocator.release(block_ids)
 
-    def abandon(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Drop one reference of each block, listed by group; for finalizers, which may run at any point."""
-        self.lock.even_if_lost.abandon(block_ids)
-
-    def collect(self) -> None:
-        """Release the blocks of dropped tables; call it before counting free blocks."""
-        self._owners.collect()
-
-    def add_holder(self, holder: BlockHolder) -> None:
-        """Register a cache that is asked for blocks before an allocation fails; held weakly."""
-        with self.lock.even_if_lost:
-            self._owners.add_cache(holder)
-
-    def holders(self) -> list[BlockHolder]:
-        """Return the prefix caches over this pool that are alive."""
-        return self._owners.caches()
-
     # Tables ---------------------------------------------------------------------------------------------------
 
     def new_table(self) -> BlockTable:
         """Return an empty table."""
-        return self._owners.add_table(BlockTable(len(self.groups), self.block_size))
+        table = BlockTable(len(self.groups), self.block_size)
+        table.owner = self._identity
+        self.lock.add_table(table)
+        return table
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same blocks, by reference. A write to a shared block copies it first."""
@@ -181,7 +164,7 @@ class BlockPool:
         self.check(table)
         with self.lock.even_if_lost:
             table.released = True
-            self._owners.remove_table(table)
+            self.lock.remove_table(table)
             for group in self.groups:
                 group.drop_blocks(table, 0)
 
@@ -201,7 +184,8 @@ class BlockPool:
 
     def check(self, table: BlockTable) -> None:
         """Raise BlockStateError if a table was released or belongs to another pool."""
-        self._owners.check(table)
+        if table.released or table.owner is not self._identity:
+            raise BlockStateError("the table was released, or belongs to another pool")
 
     # Sequences ------------------------------------------------------------------------------------------------
 
@@ -219,7 +203,7 @@ class BlockPool:
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         with self.lock:
-            self._owners.collect()  # a block shared only with a dropped table is not shared
+            self.lock.collect()  # a block shared only with a dropped table is not shared
             for group in self.groups:
                 group.slide(table)
             references = [group.tail_references(table) for group in self.groups]
@@ -273,12 +257,12 @@ class BlockPool:
         Returns:
             Indices of the other tables, which got no position: call :meth:`append_tokens` for them.
         """
-        owner, size = self._owners.owner, self.block_size
+        owner, size = self._identity, self.block_size
         parts = [(group, group.index, group.sees, group.allocator.refcount) for group in self.groups]
         others: list[int] = []
         fresh: list[int] = []  # tables that begin blocks
         with self.lock.even_if_lost:
-            self._owners.collect()
+            self.lock.collect()
             index = 0
             try:
                 for index, table in enumerate(tables):
@@ -407,7 +391,7 @@ class BlockPool:
         geometry = group.validate(k, v, batch)
         if group.geometry is None:
             with self.lock:
-                self._owners.collect()
+                self.lock.collect()
                 self.memory.fix_geometry(group, geometry, heads)
         return group
 
@@ -437,7 +421,7 @@ class BlockPool:
             GeometryError: fewer positions are reserved.
             BlockStateError: a table was released, or a block of those positions is shared.
         """
-        self._owners.collect()  # a block shared only with a dropped table is not shared
+        self.lock.collect()  # a block shared only with a dropped table is not shared
         if tokens.epoch == group.epoch:
             return
         refcount, size = group.allocator.refcount, self.block_size
@@ -547,7 +531,7 @@ class BlockPool:
 
         def read(is_exact: bool) -> PagedCacheStats:
             if is_exact:
-                self.collect()
+                self.lock.collect()
             return PagedCacheStats.of(self)
 
         return self.lock.glance(read)
@@ -555,8 +539,8 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raise BlockStateError unless reference counts, free lists, tables and tensors agree."""
         with self.lock.even_if_lost:
-            tables = self._owners.tables()  # kept alive, so that none is collected in between
-            self._owners.collect()
+            tables = self.lock.tables()  # kept alive, so that none is collected in between
+            self.lock.collect()
             for index, group in enumerate(self.groups):
-                held = [ids for holder in self.holders() for ids in holder.held(index)]
-                check_group(group, tables, self._owners.lists(index) + held)
+                held = [ids for holder in self.memory.holders() for ids in holder.held(index)]
+                check_group(group, tables, self.lock.lists(index) + held)

@@ -12,10 +12,9 @@ from ..errors import BlockStateError, PoolExhaustedError, check_device
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from .entry import Entry, is_saved, next_key, serves
+from .entry import Entry, SavedStates, is_saved, next_key, serves
 from .prefix_cache import PrefixCache
 from .shelf import Shelf
-from .states import SavedStates
 
 STATES = "states"
 

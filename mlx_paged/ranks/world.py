@@ -17,10 +17,8 @@ from mlx.nn.layers import distributed
 from ..engine.interfaces import ALONE, Peers
 from ..errors import ConfigError, KernelUnavailableError
 from ..kernels.build import backend
-from ..kv.attention_params import QueryHeads
-from ..kv.blocks import BlocksChoice, ChooseBlocks
-from ..kv.choice import blocks_choice
-from ..kv.geometry import Geometry
+from ..kv.blocks import BlocksChoice, ChooseBlocks, blocks_choice
+from ..kv.geometry import Geometry, QueryHeads
 from .ranks import Ranks
 
 RANK_TIMEOUT = 30.0

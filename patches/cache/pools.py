@@ -16,9 +16,8 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...config import PagedConfig
 from ...engine.compiled_step import compiled_steps
 from ...engine.request import sequence_of
-from ...kv.attention_params import AttentionParams
-from ...kv.choice import blocks_choice
-from ...kv.geometry import first_keys
+from ...kv.blocks import blocks_choice
+from ...kv.geometry import AttentionParams, first_keys
 from ...kv.pool import BlockPool
 from ...machine import kv_budget
 from ..sharded import agreed_pool

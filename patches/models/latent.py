@@ -18,7 +18,7 @@ from ...attention import dispatch
 from ...cache.batch import OWN_MASK, NotPackableError
 from ...cache.batch_cache import PagedBatchKVCache
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
-from ...kv.attention_params import AttentionParams, Window
+from ...kv.geometry import AttentionParams, Window
 from ..cache.layer_cache import PagedLayerCache
 from ..patch import replaces
 from .attention import AttentionCall, stays_paged

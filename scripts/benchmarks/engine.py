@@ -34,9 +34,9 @@ from mlx_paged.engine.interfaces import Upstream
 from mlx_paged.engine.request import Request
 from mlx_paged.kernels import availability, ops
 from mlx_paged.kernels import build as kernel_build
-from mlx_paged.kv import choice
-from mlx_paged.kv.attention_params import AttentionParams
-from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv import blocks
+from mlx_paged.kv.blocks import blocks_choice
+from mlx_paged.kv.geometry import AttentionParams
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.lock import HeldLocks
 from mlx_paged.kv.pool import BlockPool
@@ -85,7 +85,7 @@ def stand_ins() -> Iterator[None]:
             (ops, "backend", lambda: "cuda"),
             (availability, "device_unsupported_reason", lambda: None),
             (config, "device_unsupported_reason", lambda: None),
-            (choice, "kernel_unsupported_reason", lambda *_: None),
+            (blocks, "kernel_unsupported_reason", lambda *_: None),
             (dispatch, "kernel_unsupported_reason", lambda *_: None),
             (mx.fast, "precompiled_cuda_kernel", _Launched()),
         ):

@@ -13,8 +13,8 @@ from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, S
 from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
-from mlx_paged.kv.attention_params import AttentionParams
-from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.blocks import blocks_choice
+from mlx_paged.kv.geometry import AttentionParams
 from tests.support.kernels.fake_kernels import fake_kernels
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20

@@ -11,7 +11,7 @@ from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import ConfigError, GeometryError, TrimError
-from mlx_paged.kv.attention_params import AttentionParams, Window
+from mlx_paged.kv.geometry import AttentionParams, Window
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 

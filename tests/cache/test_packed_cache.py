@@ -15,13 +15,13 @@ from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, S
 from mlx_paged.attention.dispatch import Dispatch, dispatch_counts, reset_dispatch_counts
 from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
-from mlx_paged.cache.lazy_kv import lazy_kv_of
+from mlx_paged.cache.layer_cache import lazy_kv_of
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kv import device_blocks
 from mlx_paged.kv import group as group_module
-from mlx_paged.kv.attention_params import AttentionParams, Window
-from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.blocks import blocks_choice
+from mlx_paged.kv.geometry import AttentionParams, Window
 from tests.support.kernels.fake_kernels import fake_kernels
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_paged.engine.memory import Append, PoolBudget
 from mlx_paged.errors import BlockStateError
 from mlx_paged.kv.allocator import NULL_BLOCK, SPACING, BlockAllocator
-from mlx_paged.kv.budget import Append, PoolBudget
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.kv.block_table import BlockTable
-from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.blocks import blocks_choice
 from mlx_paged.kv.new_tokens import NewTokens
 from mlx_paged.kv.pool import BlockPool
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels

@@ -16,13 +16,12 @@ from mlx_paged.kernels import availability
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import CheckResult
 from mlx_paged.kernels.quantized import rotate
-from mlx_paged.kv import choice
+from mlx_paged.kv import blocks
 from mlx_paged.kv.allocator import NULL_BLOCK
-from mlx_paged.kv.attention_params import AttentionParams, QueryHeads
 from mlx_paged.kv.block_table import BlockTable
-from mlx_paged.kv.choice import blocks_choice, kernel_unsupported_reason, prefill_unsupported_reason
+from mlx_paged.kv.blocks import blocks_choice, kernel_unsupported_reason, prefill_unsupported_reason
 from mlx_paged.kv.device_blocks import DeviceBlocks
-from mlx_paged.kv.geometry import Geometry, PageFormat
+from mlx_paged.kv.geometry import AttentionParams, Geometry, PageFormat, QueryHeads
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.host_blocks import HostBlocks
 from mlx_paged.kv.new_tokens import visible_slots
@@ -344,7 +343,7 @@ def test_quantised_decode_kernel_is_checked_before_it_is_chosen(monkeypatch: pyt
     monkeypatch.setattr(availability, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(availability, "prepares_plans", lambda: True)
     monkeypatch.setattr(kernels, "backend", lambda: "metal")
-    monkeypatch.setattr(choice, "checked", check)
+    monkeypatch.setattr(blocks, "checked", check)
     kernels.variants_of.cache_clear()
     try:
         assert "it does not compile" in (kernel_unsupported_reason(geometry, SIZE, QueryHeads(4)) or "")

@@ -10,8 +10,8 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.kv.attention_params import QueryHeads
-from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.blocks import blocks_choice
+from mlx_paged.kv.geometry import QueryHeads
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.lock import HeldLocks
 from mlx_paged.kv.pool import BlockPool

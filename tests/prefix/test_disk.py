@@ -14,9 +14,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kv.attention_params import QueryHeads
-from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.blocks import blocks_choice
 from mlx_paged.kv.device_blocks import DeviceBlocks
+from mlx_paged.kv.geometry import QueryHeads
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix import shelf as shelf_module

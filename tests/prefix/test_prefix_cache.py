@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from mlx_paged.errors import BlockStateError, PoolExhaustedError
-from mlx_paged.kv.attention_params import Window
+from mlx_paged.kv.geometry import Window
 from mlx_paged.prefix import prefix_cache
 from mlx_paged.prefix.prefix_cache import KEPT_SHARE, PrefixCache
 from tests.support.prefixes import add, check_contents, compute, found, hold, make_pool, make_tree
@@ -126,7 +126,7 @@ def test_dropped_cache_releases_its_blocks_without_the_collector() -> None:
         reference = weakref.ref(cache)
         del cache
         assert reference() is None
-        pool.collect()
+        pool.lock.collect()
         assert pool.stats().live_blocks == 0
     finally:
         gc.enable()
@@ -270,4 +270,4 @@ def test_caches_of_a_pool_are_evicted_in_order_and_held_weakly() -> None:
     pool.memory.evict(3 * pool.groups[0].bytes_per_block)
     assert (len(first.entries), len(second.entries)) == (0, 2)
     del first, cache
-    assert pool.holders() == [second]
+    assert pool.memory.holders() == [second]

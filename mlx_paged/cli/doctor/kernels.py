@@ -20,8 +20,8 @@ from ...kernels.build import backend
 from ...kernels.check import MAX_RMS, CheckResult, self_check
 from ...kernels.ops import variants_of
 from ...kernels.prefill import prefill_variants_of, unsupported_prefill
-from ...kv.attention_params import AttentionParams, QueryHeads
-from ...kv.choice import blocks_choice
+from ...kv.blocks import blocks_choice
+from ...kv.geometry import AttentionParams, QueryHeads
 from ...kv.group import LayerGroup
 from ...kv.pool import BlockPool
 from .shapes import POPULAR_DTYPE, Shape, models_of, popular_shapes

@@ -11,7 +11,7 @@ from mlx_paged.cache.batch import Batch
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
-from mlx_paged.kv.attention_params import AttentionParams
+from mlx_paged.kv.geometry import AttentionParams
 from mlx_paged.kv.pool import BlockPool
 from tests.support.pools import kv, noise, pool_of
 

@@ -13,8 +13,8 @@ import pytest
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import BlockStateError, ConfigError, PoolExhaustedError, TrimError
-from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.geometry import AttentionParams
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.new_tokens import NewTokens
 from mlx_paged.kv.pool import BlockPool
@@ -544,8 +544,8 @@ def test_integrity_can_be_checked_while_another_thread_drops_a_table(monkeypatch
         wait(checks)
         abandon(block_ids)
 
-    abandon = pool.lock.even_if_lost.abandon
-    monkeypatch.setattr(pool.lock.even_if_lost, "abandon", finalizer)
+    abandon = pool.lock.abandon
+    monkeypatch.setattr(pool.lock, "abandon", finalizer)
     with ThreadPoolExecutor(1) as executor:
         table = pool.new_table()
         put(pool, table, 0, 5)

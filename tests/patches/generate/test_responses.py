@@ -75,7 +75,7 @@ def test_setting_prompt_cache_to_none_releases_its_blocks() -> None:
     assert pool.stats().live_blocks > 0
     response.prompt_cache = None
     assert response.prompt_cache is None
-    pool.collect()
+    pool.lock.collect()
     assert pool.stats().live_blocks == 0
     pool.check_integrity()
 

@@ -16,7 +16,7 @@ from mlx_paged.engine.interfaces import ALONE, Upstream
 from mlx_paged.engine.request import Request, RequestOptions
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.errors import RequestFailedError
-from mlx_paged.kv.attention_params import AttentionParams
+from mlx_paged.kv.geometry import AttentionParams
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.prefix_cache import SharedPrefixes
