@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..attention import dispatch
-from ..errors import GeometryError
 from ..kv.block_table import BlockTable
 from ..kv.geometry import AttentionParams, QueryHeads, Window
 from ..kv.group import Group
@@ -67,11 +66,10 @@ class LayerCache:
         Raises:
             GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
         """
-        try:
-            self.pool.set_geometry(self.layer, keys, values, batch=batch, heads=heads)
-        except GeometryError:
+        geometry = self.group.geometry
+        if geometry is not None and not keys.dtype == values.dtype == geometry.dtype:
             keys, values = self.group.fitted(keys, values)
-            self.pool.set_geometry(self.layer, keys, values, batch=batch, heads=heads)
+        self.pool.set_geometry(self.layer, keys, values, batch=batch, heads=heads)
         return keys, values
 
     def _write(self, tokens: NewTokens, keys: mx.array, values: mx.array) -> mx.array | None:

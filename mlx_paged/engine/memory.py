@@ -199,10 +199,7 @@ class RequestMemory(Memory):
     def exhausted(self, request: Request, num_tokens: int) -> Exception:
         """Return the error of a request that does not fit."""
         assert self._budget is not None
-        try:
-            return self._budget.exhausted(request.table, num_tokens)
-        except Exception as error:
-            return without_frames(error)
+        return self._budget.exhausted(request.table, num_tokens)
 
     def grow_for(self, chunks: Sequence[Chunk], requests: Iterable[Request]) -> None:
         """Grow a pool that lacks blocks for a step's chunks once for the prompts of several requests and the beginnings

@@ -386,13 +386,10 @@ def _size_of(window: Window | None) -> int | None:
 
 
 def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
-    """Return a copy with blocks of zeros appended, or with only the first blocks."""
+    """Return a copy with blocks of zeros appended."""
     missing = num_blocks - blocks.shape[0]
-    if missing == 0:  # an earlier resize failed between keys and values
+    if missing <= 0:  # an earlier resize failed between keys and values
         return blocks
-    if missing > 0:
-        copy = mx.concatenate([blocks, mx.zeros((missing, *blocks.shape[1:]), blocks.dtype)])
-    else:
-        copy = mx.contiguous(blocks[:num_blocks])
+    copy = mx.concatenate([blocks, mx.zeros((missing, *blocks.shape[1:]), blocks.dtype)])
     mx.eval(copy)
     return copy

@@ -215,8 +215,12 @@ class BlockPool:
 
     def _extend(self, table: BlockTable, num_tokens: int, references: Sequence[int]) -> None:
         """Add the blocks for the next tokens; copy tail blocks that have several references."""
-        fresh = self._allocate([table], [group.blocks_to_append(table, num_tokens) for group in self.groups])
+        fresh: list[list[int]] = [[] for _ in self.groups]
         try:
+            for group in self.groups:
+                if count := group.blocks_to_append(table, num_tokens):
+                    ids = table.block_ids[group.index]
+                    fresh[group.index] = self.allocate(group.index, count, ids[-1] if ids else NULL_BLOCK)
             for group, blocks, count in zip(self.groups, fresh, references, strict=True):
                 if count > 1:
                     if self.copy_on_write_block(table, group, blocks[0]) != blocks[0]:
@@ -225,75 +229,40 @@ class BlockPool:
         except Exception:
             for ids, blocks in zip(table.block_ids, fresh, strict=True):
                 blocks[:] = [block for block in blocks if block not in ids]
-            self._give_back(fresh)
+            for group, blocks in zip(self.groups, fresh, strict=True):
+                self.release(group.index, blocks)
             raise
         for group, blocks in zip(self.groups, fresh, strict=True):
             if blocks:
                 table.block_ids[group.index].extend(blocks)
                 table.forget_indices(group.index)
 
-    def _allocate(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> list[list[int]]:
-        """Take ``counts`` blocks of each group for each table, to follow its last one, or none. Raises
-        PoolExhaustedError if they do not fit."""
-        blocks: list[list[int]] = [[] for _ in counts]
-        try:
-            for group, count in enumerate(counts):
-                for table in tables if count else ():
-                    ids = table.block_ids[group]
-                    blocks[group] += self.allocate(group, count, ids[-1] if ids else NULL_BLOCK)
-        except Exception:
-            self._give_back(blocks)
-            raise
-        return blocks
-
-    def _give_back(self, blocks: Sequence[Sequence[int]]) -> None:
-        for group, ids in enumerate(blocks):
-            self.release(group, ids)
-
     def append_token(self, tables: Sequence[BlockTable]) -> list[int]:
         """Reserve one position at the end of each table whose last blocks are its own and have room, as nearly all have
-        in a decode step, or that begins blocks while some are free. Releases blocks that fell behind a sliding window.
+        in a decode step. Releases blocks that fell behind a sliding window.
 
         Returns:
             Indices of the other tables, which got no position: call :meth:`append_tokens` for them.
         """
-        owner, size = self._identity, self.block_size
+        identity, size, others = self._identity, self.block_size, []
         parts = [(group, group.index, group.sees, group.allocator.refcount) for group in self.groups]
-        others: list[int] = []
-        fresh: list[int] = []  # tables that begin blocks
         with self.lock.even_if_lost:
             self.lock.collect()
-            index = 0
-            try:
-                for index, table in enumerate(tables):
-                    tail = table.length // size
-                    has_room = begins = table.owner is owner and not table.released
-                    for group, place, sees, refcount in parts if has_room else ():
-                        # A sliding window that is not full yet stays where it is.
-                        if sees and (sees.stride > 1 or table.length - table.starts[place] >= sees.size):
-                            group.slide(table)
-                        ids = table.block_ids[place]
-                        if tail == len(ids):
-                            has_room, begins = False, begins and len(fresh) < group.allocator.num_free
-                        else:
-                            has_room, begins = has_room and refcount(ids[tail]) == 1, False
-                    if has_room:
-                        table.length += 1
-                    else:
-                        (fresh if begins else others).append(index)
-                index = len(tables)
-                blocks = self._allocate([tables[begun] for begun in fresh], [1] * len(parts)) if fresh else []
-            except Exception:
-                for done in set(range(index)).difference(others, fresh):
-                    tables[done].length -= 1
-                raise
+            for index, table in enumerate(tables):
+                tail = table.length // size
+                has_room = table.owner is identity and not table.released
+                for group, place, sees, refcount in parts if has_room else ():
+                    # A sliding window that is not full yet stays where it is.
+                    if sees and (sees.stride > 1 or table.length - table.starts[place] >= sees.size):
+                        group.slide(table)
+                    ids = table.block_ids[place]
+                    has_room = has_room and tail < len(ids) and refcount(ids[tail]) == 1
+                if has_room:
+                    table.length += 1
+                else:
+                    others.append(index)
             for group in self.groups:
                 group.epoch += 1
-                for begun, block in zip(fresh, blocks[group.index] if fresh else (), strict=True):
-                    tables[begun].block_ids[group.index].append(block)
-                    tables[begun].forget_indices(group.index)
-            for begun in fresh:
-                tables[begun].length += 1
         return others
 
     def slide(self, tables: Iterable[BlockTable]) -> bool:
