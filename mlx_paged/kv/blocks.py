@@ -50,8 +50,9 @@ class Blocks(Protocol):
         """Copy blocks onto others. No block may be in both lists, or twice in ``targets``."""
 
     def resize(self, num_blocks: int) -> None:
-        """Append blocks of zeros, up to this number. Peak memory rises by one tensor. If it fails, blocks that exist
-        keep their contents."""
+        """Change the number of blocks: append blocks of zeros; or, after a growth that failed half way, keep only the
+        first ones. Peak memory rises by one tensor. If it fails, blocks that exist before and after keep their
+        contents."""
 
     def drop(self) -> None:
         """Drop the tensors; :meth:`resize` makes new ones. Any thread may call it: it computes nothing."""

@@ -386,10 +386,13 @@ def _size_of(window: Window | None) -> int | None:
 
 
 def _resized(blocks: mx.array, num_blocks: int) -> mx.array:
-    """Return a copy with blocks of zeros appended."""
+    """Return a copy with blocks of zeros appended, or with only the first blocks."""
     missing = num_blocks - blocks.shape[0]
-    if missing <= 0:  # an earlier resize failed between keys and values
+    if missing == 0:  # an earlier resize failed between keys and values
         return blocks
-    copy = mx.concatenate([blocks, mx.zeros((missing, *blocks.shape[1:]), blocks.dtype)])
+    if missing > 0:
+        copy = mx.concatenate([blocks, mx.zeros((missing, *blocks.shape[1:]), blocks.dtype)])
+    else:
+        copy = mx.contiguous(blocks[:num_blocks])
     mx.eval(copy)
     return copy

@@ -152,6 +152,7 @@ class Group:
         self.blocks_reason = "nothing written yet"
         self.page_format = page_format  # the format asked for
         self.dense_reason: str | None = None  # why pages are not quantised although a format was asked for
+        self.resize_failed = False  # if the latest did, some layers' tensors may have more blocks than there are ids
         # Why the decode kernel cannot serve queries with these heads, or None.
         self.unsupported: dict[QueryHeads, str | None] = {}
         # Likewise for the prefill kernel.
@@ -323,16 +324,21 @@ class Group:
         """Drop every layer's tensors and all ids; no block may be held. Any thread may call it: it computes nothing."""
         for blocks in self.blocks:
             blocks.drop()
+        self.resize_failed = False
         self.allocator.clear()
         self.touch()
 
     def grow(self, num_blocks: int) -> None:
         """Grow every layer's tensors, one layer after the other, then make the ids known. If it fails, some tensors are
-        larger than there are ids."""
+        larger."""
         had_tensors = self.has_tensors
-        for blocks in self.blocks:
-            if blocks.num_blocks < num_blocks:
+        try:
+            for blocks in self.blocks:
                 blocks.resize(num_blocks)
+        except Exception:
+            self.resize_failed = True
+            raise
+        self.resize_failed = False
         if had_tensors:
             mx.clear_cache()  # frees the old tensors
         self.allocator.grow(num_blocks)

@@ -154,7 +154,8 @@ def check_group(group: Group, tables: Sequence[BlockTable], held: Sequence[Seque
     if not group.has_tensors and group.allocator.num_blocks == 1:
         return
     for blocks in group.blocks:
-        if blocks.num_blocks < group.allocator.num_blocks:  # more if a growth has failed half way
+        excess = blocks.num_blocks - group.allocator.num_blocks
+        if excess < 0 or (excess and not group.resize_failed):
             raise BlockStateError(
                 f"a layer's tensors have {blocks.num_blocks} blocks, the allocator {group.allocator.num_blocks}"
             )

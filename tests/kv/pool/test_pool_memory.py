@@ -164,6 +164,7 @@ def test_failed_growth_leaves_every_layer_usable(failing: int, in_place: bool, m
         check(pool, table, salt)
         extend(pool, table, 300, salt)
         check(pool, table, salt)
+    assert not any(group.resize_failed for group in pool.groups)
     pool.check_integrity()
 
 
