@@ -15,7 +15,7 @@ from ..cache.paged_kv_cache import PagedKVCache
 from .constraint import constrain
 from .interfaces import ALONE, Peers, Proposer, Upstream
 from .model_call import ModelCall
-from .request import Request, StepLogits, TokenLogits
+from .request import Request, TokenLogits
 from .sampling.token_choice import Choice, Places, TokenChoice
 
 KEPT_STEPS = 2  # latest steps whose logits stay whole for tokens that callers hold; older tokens get a copied row
@@ -196,28 +196,28 @@ class DecodeBatch:
         choice = self.choose(self.rows, logits, inputs)
         self.inputs = choice.tokens
         self.failed += [(self.rows[index], error) for index, error in choice.broken.items()]
-        return self.deliver(self.rows, choice.inputs or _as_ints(inputs), choice.step, range(len(self.rows)))
+        return self.deliver(self.rows, choice.inputs or _as_ints(inputs), choice.logits, range(len(self.rows)))
 
     def deliver(
-        self, rows: Sequence[Request], tokens: Sequence[int], step: StepLogits, places: Sequence[int]
+        self, rows: Sequence[Request], tokens: Sequence[int], logits: mx.array, places: Sequence[int]
     ) -> list[Delivery]:
         """Deliver a step's input tokens, except the last tokens of prompts, and update the rows.
 
         Args:
             rows: the row of each token; one with drafts may come several times.
             tokens: the input tokens.
-            step: logits that their next tokens are chosen from.
-            places: index of each token in the step.
+            logits: those that their next tokens are chosen from.
+            places: index of each token's logits.
         """
         deliveries = []
         for row, token, place in zip(rows, tokens, places, strict=True):
-            if (logits := row.logits) is not None:
+            if row.logits is not None:
                 row.source.append(token)
-                deliveries.append(Delivery(row, token, logits))
-            row.logits = TokenLogits(step, place)
+                deliveries.append(Delivery(row, token, row.logits))
+            row.logits = TokenLogits(logits, place)
             row.undelivered = None
             row.confirmed, row.length = row.length, row.kept + len(row.source)
-        self._delivered.append([weakref.ref(logits) for _, _, logits in deliveries])
+        self._delivered.append([weakref.ref(each.logits) for each in deliveries])
         return deliveries
 
     def detach_old_logits(self, *, all_steps: bool = False) -> None:

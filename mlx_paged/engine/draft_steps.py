@@ -150,7 +150,10 @@ class DraftSteps:
             taken.append(accepted)
             first += count
         deliveries = batch.deliver(
-            [owners[place] for place in places_kept], [given[place] for place in places_kept], choice.step, places_kept
+            [owners[place] for place in places_kept],
+            [given[place] for place in places_kept],
+            choice.logits,
+            places_kept,
         )
         self._kept = [1 + accepted for accepted in taken]
         self._keep_states()

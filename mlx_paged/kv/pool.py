@@ -409,7 +409,9 @@ class BlockPool:
                     )
         tokens.begin(group.epoch, group.allocator.num_blocks)
 
-    def write(self, layer: int, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
+    def write(
+        self, layer: int, tables: Sequence[BlockTable], k: mx.array, v: mx.array, *, stored: bool = False
+    ) -> None:
         """Write keys and values of the last n reserved tokens of each of B sequences, as they are (no cast).
 
         Args:
@@ -417,47 +419,43 @@ class BlockPool:
             tables: B tables, each with at least n tokens.
             k: ``[B, n_kv_heads, n, k_head_dim]``.
             v: ``[B, n_kv_heads, n, v_head_dim]``.
+            stored: they are what :meth:`gather_visible` returned as stored for this layer or another one of the same
+                geometry, which is known here: quantised rows are not quantised again.
 
         Raises:
             GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
         """
+        group = self.group_of(layer)
         with self.lock:
-            self.group_of(layer).validate(k, v, len(tables))
+            geometry = group.geometry
+            if stored and geometry is not None and geometry.format is not None:
+                heads, k_words, v_words, dtype, _ = geometry.stored
+                shape = (len(tables), heads, k.shape[2] if k.ndim == 4 else 0)
+                if (k.shape, v.shape) != ((*shape, k_words), (*shape, v_words)) or {k.dtype, v.dtype} != {dtype}:
+                    raise GeometryError(
+                        f"rows of {k.dtype} {k.shape} and {v.dtype} {v.shape} do not match pages of {geometry}"
+                    )
+            else:
+                group.validate(k, v, len(tables))
             tokens = self.tokens_of(layer, tables, k.shape[2])
-            group = self.set_geometry(layer, k, v, batch=len(tables))
-            self.begin(group, tokens)
+            if geometry is None:
+                self.set_geometry(layer, k, v, batch=len(tables))
+                self.begin(group, tokens)
             self.lock.is_dirty = True
-            group.write(self.places[layer][1], tokens, k, v)
+            group.write(self.places[layer][1], tokens, k, v, stored=stored)
 
     def write_prefill(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
         """Write one sequence's tokens, see :meth:`write`: k and v ``[1, n_kv_heads, n_new, head_dim]``."""
         self.write(layer, [table], k, v)
 
-    def write_stored(self, layer: int, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
-        """Write what :meth:`read_stored` returned for this layer or another one of the same geometry, without
-        quantising it again.
-
-        Raises:
-            GeometryError, BlockStateError: before anything is written.
-        """
-        group = self.group_of(layer)
-        with self.lock:
-            geometry = group.geometry
-            if geometry is None or geometry.format is None:
-                self.write(layer, tables, k, v)
-                return
-            heads, k_words, v_words, dtype, _ = geometry.stored
-            shape = (len(tables), heads, k.shape[2] if k.ndim == 4 else 0)
-            if (k.shape, v.shape) != ((*shape, k_words), (*shape, v_words)) or {k.dtype, v.dtype} != {dtype}:
-                raise GeometryError(
-                    f"rows of {k.dtype} {k.shape} and {v.dtype} {v.shape} do not match pages of {geometry}"
-                )
-            tokens = self.tokens_of(layer, tables, k.shape[2])
-            self.lock.is_dirty = True
-            group.write(self.places[layer][1], tokens, k, v, stored=True)
-
-    def gather_visible(self, table: BlockTable, layer: int) -> tuple[mx.array, mx.array]:
+    def gather_visible(self, table: BlockTable, layer: int, *, stored: bool = False) -> tuple[mx.array, mx.array]:
         """Return copies of a layer's keys and values of the visible positions, up to ``length - 1``.
+
+        Args:
+            table: the table.
+            layer: index of the layer in the model.
+            stored: return them as the blocks store them: rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised
+                pages.
 
         Returns:
             K ``[1, n_kv_heads, n, k_head_dim]``, V ``[1, n_kv_heads, n, v_head_dim]``.
@@ -465,18 +463,6 @@ class BlockPool:
         Raises:
             BlockStateError: the table was released, or nothing was written yet.
         """
-        return self._gather(table, layer, stored=False)
-
-    def read_stored(self, table: BlockTable, layer: int) -> tuple[mx.array, mx.array]:
-        """Return copies of the visible positions, up to ``length - 1``, as the blocks store them, for
-        :meth:`write_stored`: rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised pages, else keys and values.
-
-        Raises:
-            BlockStateError: as :meth:`gather_visible`.
-        """
-        return self._gather(table, layer, stored=True)
-
-    def _gather(self, table: BlockTable, layer: int, *, stored: bool) -> tuple[mx.array, mx.array]:
         self.check(table)
         group = self.group_of(layer)
         if group.geometry is None or not table.num_visible(group.index):

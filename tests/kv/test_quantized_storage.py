@@ -54,7 +54,7 @@ def stored(k: mx.array, v: mx.array, page_format: PageFormat) -> list[np.ndarray
 
 def split(pool: BlockPool, table: BlockTable) -> list[np.ndarray]:
     rows = pool.groups[0].geometry.rows
-    parts = [form.split(x) for form, x in zip(rows, pool.read_stored(table, 0), strict=True)]
+    parts = [form.split(x) for form, x in zip(rows, pool.gather_visible(table, 0, stored=True), strict=True)]
     return [np.array(part.astype(mx.float32)) for triple in parts for part in triple]
 
 
@@ -141,13 +141,13 @@ def test_mismatched_keys_and_rows_are_refused() -> None:
     before = split(pool, table)
     pool.append_tokens(table, 2)
     k, v = kv(1, 2, kd=128, vd=128)
-    rows = pool.read_stored(table, 0)
+    rows = pool.gather_visible(table, 0, stored=True)
     for bad in ((k[..., :64], v[..., :64]), (k.astype(mx.float16), v.astype(mx.float16)), rows):
         with pytest.raises(GeometryError):
             pool.write(0, [table], *bad)
     for bad in ((k, v), (rows[0][..., :-1], rows[1]), [x.astype(mx.int32) for x in rows], [x[0] for x in rows]):
         with pytest.raises(GeometryError, match="rows"):
-            pool.write_stored(0, [table], *bad)
+            pool.write(0, [table], *bad, stored=True)
     pool.trim(table, 2)
     for got, want in zip(split(pool, table), before, strict=True):
         np.testing.assert_array_equal(got, want)
@@ -159,7 +159,7 @@ def test_rows_move_without_being_quantised_again() -> None:
     append(pools[0], tables[0], 3, 11)
     pools[1].set_geometry(0, *kv(0, 1, kd=128, vd=128), batch=1)
     pools[1].append_tokens(tables[1], 11)
-    pools[1].write_stored(0, [tables[1]], *pools[0].read_stored(tables[0], 0))
+    pools[1].write(0, [tables[1]], *pools[0].gather_visible(tables[0], 0, stored=True), stored=True)
     for got, want in zip(split(pools[1], tables[1]), split(pools[0], tables[0]), strict=True):
         np.testing.assert_array_equal(got, want)
     assert [pool.stats().quantized_tokens for pool in pools] == [11, 0]
@@ -202,11 +202,11 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
             detached, held = parked.pop()
             sequences.append((detached, list(held)))
         elif action == "carry" and table.num_visible(0):  # as to a file and back
-            rows = [mx.array(np.array(x)) for x in pool.read_stored(table, 0)]
+            rows = [mx.array(np.array(x)) for x in pool.gather_visible(table, 0, stored=True)]
             start = table.starts[0]
             fresh = pool.table_over([[NULL_BLOCK] * (start // pool.block_size)], table.length, [start])
             pool.fill(fresh, 0, start)
-            pool.write_stored(0, [fresh], *rows)
+            pool.write(0, [fresh], *rows, stored=True)
             sequences[index] = (SequenceTables(pool, fresh), tokens)
         del sequence, table
         for other, mine in sequences:
@@ -253,10 +253,10 @@ class Pair:
             pool.write(0, [table], noise(seed, 1, HEADS, count, DIM), noise(seed + 1, 1, HEADS, count, DIM))
 
     def agree(self, tables: list[BlockTable]) -> None:
-        for read in ("read_stored", "gather_visible"):
+        for stored in (True, False):
             found = []
             for pool, table in zip(self.pools, tables, strict=True):
-                found.append(getattr(pool, read)(table, 0))
+                found.append(pool.gather_visible(table, 0, stored=stored))
             for ours, other in zip(*found, strict=True):
                 np.testing.assert_array_equal(np.array(ours), np.array(other))
 
@@ -282,11 +282,13 @@ def test_in_place_pages_equal_functional_pages_after_any_change(page_format: Pag
     # Rows of one pool are written to the other as they are, without being quantised again.
     moved = pair.new()
     for pool, table, source in zip(pair.pools, moved, reversed(pair.pools), strict=True):
-        rows = source.read_stored(second[pair.pools.index(source)], 0)
+        rows = source.gather_visible(second[pair.pools.index(source)], 0, stored=True)
         pool.append_tokens(table, 3)
-        pool.write_stored(0, [table], *rows)
+        pool.write(0, [table], *rows, stored=True)
     pair.agree(moved)
-    np.testing.assert_array_equal(*(np.array(pair.pools[0].read_stored(tables[0], 0)[0]) for tables in (second, moved)))
+    np.testing.assert_array_equal(
+        *(np.array(pair.pools[0].gather_visible(tables[0], 0, stored=True)[0]) for tables in (second, moved))
+    )
     assert [x.num_quantized for x in pair.blocks] == [57, 57]
     for pool in pair.pools:
         pool.check_integrity()
@@ -391,7 +393,7 @@ def test_pages_hold_the_rows_of_rotated_vectors(page_format: PageFormat, dtype: 
         pool.append_tokens(table, n)
         pool.write(0, [table], *parts[-1])
     k, v = (mx.concatenate(each, axis=2) for each in zip(*parts, strict=True))
-    rows = pool.read_stored(table, 0)
+    rows = pool.gather_visible(table, 0, stored=True)
     for x, form, held, read in zip(
         (k, v), pool.groups[0].geometry.rows, rows, pool.gather_visible(table, 0), strict=True
     ):

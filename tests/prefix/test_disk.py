@@ -301,15 +301,15 @@ def test_restore_that_the_pool_refuses_leaves_nothing_behind(tmp_path: Path, mon
     saved(tmp_path, [range(8)], WINDOWS[1])
     tier = DiskTier(Shelf(tmp_path))
     cache, pool = new_cache(tier, WINDOWS[1])
-    real = BlockPool.write_stored
+    real = BlockPool.write
 
-    def refuse(self: BlockPool, layer: int, tables: Any, *arrays: mx.array) -> None:
+    def refuse(self: BlockPool, layer: int, tables: Any, *arrays: mx.array, stored: bool) -> None:
         if layer:
             raise RuntimeError("no")
-        real(self, layer, tables, *arrays)
+        real(self, layer, tables, *arrays, stored=stored)
 
     with monkeypatch.context() as patch, pytest.warns(ShelfWarning, match="do not match the model"):
-        patch.setattr(BlockPool, "write_stored", refuse)
+        patch.setattr(BlockPool, "write", refuse)
         assert tier.restore(cache, range(9), SALT, False) == 0
     assert len(cache.entries) == pool.stats().live_blocks == 0
     pool.check_integrity()
