@@ -260,16 +260,9 @@ class Batch:
         return numbers[:, None, None] >= mx.array(first)
 
     def narrow_mask(self, window: int) -> mx.array:
-        """Return the placeholder mask of a pack for a window narrower than the layer's; :meth:`window_of` recognises
-        it."""
+        """Return the placeholder mask of a pack for a window narrower than the layer's; :attr:`masks` recognises it."""
         made = self._narrow_masks.get(window)
         if made is None:
             made = self._narrow_masks[window] = mx.ones((len(self), 1, 1, 1), mx.bool_)
+            self.masks.add(("narrow", window), made, Window(window))
         return made
-
-    def window_of(self, mask: mx.array | str | None) -> Window | None:
-        """Return the window that a mask made for this batch stands for; None for any other."""
-        for window, made in self._narrow_masks.items():
-            if made is mask:
-                return Window(window)
-        return self.masks.window_of(mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import mlx.core as mx
@@ -16,15 +17,15 @@ from ..kv.pool import BlockPool
 
 
 class KnownMasks:
-    """The latest mask that each group's caches have made, with the window that it stands for: a kernel takes the window
-    for a mask that comes back."""
+    """The latest masks that caches have made, with the windows that they stand for: a kernel takes the window for a
+    mask that comes back."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[weakref.ref[mx.array], Window]] = {}
+        self._made: dict[Hashable, tuple[weakref.ref[mx.array], Window]] = {}
 
-    def add(self, group: int, mask: mx.array, window: Window) -> None:
-        """Note a mask of a group; a weak reference does not keep its memory."""
-        self._made[group] = weakref.ref(mask), window
+    def add(self, name: Hashable, mask: mx.array, window: Window) -> None:
+        """Note a mask in place of the one with the same name; a weak reference does not keep its memory."""
+        self._made[name] = weakref.ref(mask), window
 
     def window_of(self, mask: mx.array | str | None) -> Window | None:
         """Return the window that a mask made here stands for; None for any other."""

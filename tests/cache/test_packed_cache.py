@@ -159,7 +159,7 @@ def test_pack_applies_a_window_narrower_than_the_layer(form: str) -> None:
     pack, caches = pack_of(rows)
     for layer in (0, 1):
         mask = caches[layer].make_mask(1, window_size=6)
-        assert mask is caches[layer].make_mask(1, window_size=6) and pack.window_of(mask) == Window(6)
+        assert mask is caches[layer].make_mask(1, window_size=6) and pack.masks.window_of(mask) == Window(6)
         got = caches[layer].attend(*parts[layer], AttentionParams(SCALE, mask))
         assert_close(got, expected_of(others, parts, layer, window=6))
     with pytest.raises(NotPackableError, match="a mask for a window of 21 tokens is wider than the layer's, 20"):
