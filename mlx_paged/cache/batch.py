@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -26,11 +25,17 @@ class NotCompilable(Exception):
     """The model does something in a decode step that a compiled step does not support."""
 
 
-class FailedRow(NamedTuple):
-    """A row for which no block could be allocated, and the error, without its traceback."""
+class NoBlocksError(Exception):
+    """No block could be allocated for the new tokens of a sequence in a call. Nothing was computed.
 
-    row: int
-    error: Exception
+    Args:
+        row: index of the sequence.
+        error: why, without its traceback.
+    """
+
+    def __init__(self, row: int, error: Exception) -> None:
+        super().__init__(str(error))
+        self.row, self.error = row, error
 
 
 class Batch:
@@ -155,13 +160,11 @@ class Batch:
         """Return whether every layer has written the reserved tokens."""
         return not self.behind
 
-    def reserve(self) -> FailedRow | None:
+    def reserve(self) -> None:
         """Reserve the new tokens of every sequence.
 
-        Returns:
-            None; or the sequence for which a block was missing, and the error. Nothing has been reserved then.
-
         Raises:
+            NoBlocksError: for a sequence a block was missing. Nothing has been reserved.
             BlockStateError: a layer has not written its last reserved tokens.
         """
         if self.behind:
@@ -175,10 +178,9 @@ class Batch:
                 self.pool.append_tokens(self.tables[index], self.counts[index])
             except Exception as error:
                 self._trim(set(range(len(self.tables))).difference(others[place:]))
-                return FailedRow(index, without_frames(error))
+                raise NoBlocksError(index, without_frames(error)) from None
         self.behind.update(self.pool.places)
         self.is_reserved = True
-        return None
 
     def _trim(self, indices: Iterable[int]) -> None:
         for index in indices:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cache.batch import Batch
+from ..cache.batch import Batch, NoBlocksError
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
@@ -224,13 +224,11 @@ class DraftModel:
 
     def _reserve(self, tables: Batch, rows: Sequence[Request]) -> None:
         """Reserve positions. If a row finds no block, it gets no more drafts, and its error is raised."""
-        failed = tables.reserve()
-        if failed is not None:
-            self.remove([rows[failed.row]])
-            try:
-                raise failed.error
-            finally:
-                failed = None  # the frames of its error refer to this one
+        try:
+            tables.reserve()
+        except NoBlocksError as lack:
+            self.remove([rows[lack.row]])
+            raise lack.error from None
 
     def _is_ready(self, row: Request) -> bool:
         return row in self.rows and num_known(row) - self.rows[row].end <= MOST_BEHIND

@@ -8,13 +8,13 @@ from itertools import accumulate, chain
 
 import mlx.core as mx
 
-from ..cache.batch import NotPackableError
+from ..cache.batch import NoBlocksError, NotPackableError
 from ..cache.packed_states import PackedStates
 from ..kv.pool import BlockPool
 from ..warn import warn_once
 from .decode_batch import DecodeBatch, Delivery
 from .interfaces import NextTokens, Proposal, Proposer
-from .model_call import ModelCall, NoBlocksError
+from .model_call import ModelCall
 from .request import Request
 from .sampling.token_choice import Places
 from .scheduler import Growth

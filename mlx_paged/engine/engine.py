@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.batch import NoBlocksError
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..device import confirm
@@ -22,7 +23,6 @@ from .decode_batch import DecodeBatch, Delivery
 from .draft_steps import NO_DRAFTS_REASON, DraftSteps
 from .interfaces import Proposer, TokenResponse
 from .memory import RequestMemory
-from .model_call import NoBlocksError
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
     LATENCY_MS,
@@ -266,7 +266,7 @@ class Engine:
             try:
                 deliveries = self.batch.step()
             except NoBlocksError as lack:
-                self._make_room(lack)
+                self._make_room(self.batch.rows[lack.row], lack.error)
         return deliveries or []
 
     def _prefill(self, chunks: Sequence[Chunk], prompts: list[Any]) -> None:
@@ -291,14 +291,14 @@ class Engine:
             mx.clear_cache()
         self.counters.prompt_time += time.perf_counter() - begin
 
-    def _make_room(self, lack: NoBlocksError) -> None:
+    def _make_room(self, request: Request, error: Exception) -> None:
         """Make room for a request that found no block, because others have taken one that the plan had counted on:
         drop a finished request's cache, or preempt the last running request. Otherwise the request fails."""
         if not (
-            isinstance(lack.error, PoolExhaustedError)
+            isinstance(error, PoolExhaustedError)
             and (self.memory.drop_finished() or self.scheduler.preempt_for(self.scheduler.running[0]))
         ):
-            self._fail(lack.request, lack.error)
+            self._fail(request, error)
 
     # Deliver --------------------------------------------------------------------------------------------------
 

@@ -7,27 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.batch import Batch, NotPackableError
+from ..cache.batch import Batch, NoBlocksError, NotPackableError
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import PackedStates
 from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import without_frames
 from .request import Request
-
-
-class NoBlocksError(Exception):
-    """No block could be allocated for a request's new tokens. Nothing was computed, and nothing is reserved, but one by
-    one for the requests before it, whose positions the next :meth:`ModelCall.run` finds.
-
-    Args:
-        request: the request.
-        error: why, without its traceback.
-    """
-
-    def __init__(self, request: Request, error: Exception) -> None:
-        super().__init__(str(error))
-        self.request, self.error = request, error
 
 
 class ModelCall:
@@ -95,22 +81,27 @@ class ModelCall:
                 own[place].cache = arrays
 
     def _reserve(self) -> None:
-        """Reserve the block positions of all new tokens in every group. Raises NoBlocksError."""
+        """Reserve the block positions of all new tokens in every group.
+
+        Raises:
+            NoBlocksError: nothing is reserved, but one by one for the requests before, whose positions are found the
+                next time.
+        """
         if self._batch is not None:
             try:
-                failed = self._batch.reserve()
+                self._batch.reserve()
+            except NoBlocksError:
+                raise
             except Exception as error:  # of no row for certain: the one that joined last gives way
-                raise NoBlocksError(self.requests[-1], without_frames(error)) from None
-            if failed is not None:
-                raise NoBlocksError(self.requests[failed.row], failed.error)
+                raise NoBlocksError(len(self.requests) - 1, without_frames(error)) from None
         elif self.layers is None:
             counts = self.counts or [1] * len(self._sequences)
-            for request, sequence, count in zip(self.requests, self._sequences, counts, strict=False):
+            for row, (sequence, count) in enumerate(zip(self._sequences, counts, strict=False)):
                 try:
                     if sequence.is_level():  # else it has its positions, and another request had found none
                         sequence.reserve(count)
                 except Exception as error:
-                    raise NoBlocksError(request, without_frames(error)) from None
+                    raise NoBlocksError(row, without_frames(error)) from None
 
     def run(self, model: Callable[..., mx.array], tokens: mx.array) -> mx.array:
         """Reserve the positions of all new tokens in every group, and compute the tokens ``[T]``, request by request.

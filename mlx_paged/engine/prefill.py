@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..by_model import ByModel
-from ..cache.batch import NotPackableError
+from ..cache.batch import NoBlocksError, NotPackableError
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import device_failed
@@ -20,7 +20,7 @@ from ..kernels.fused_attention import has_nax, least_fused_queries
 from ..kv.pool import BlockPool
 from ..warn import warn_once
 from .decode_batch import DecodeBatch
-from .model_call import ModelCall, NoBlocksError
+from .model_call import ModelCall
 from .request import Request
 from .scheduler import Chunk, ChunkCap
 
@@ -128,7 +128,7 @@ class Prefill:
     def compute(
         self,
         chunks: Sequence[Chunk],
-        make_room: Callable[[NoBlocksError], None],
+        make_room: Callable[[Request, Exception], None],
         fail: Callable[[Sequence[Request], Exception], None],
     ) -> list[Request]:
         """Compute chunks of running requests. Returns the requests that succeeded, with their new length. If blocks are
@@ -151,7 +151,7 @@ class Prefill:
             try:
                 self._run(call, requests)
             except NoBlocksError as lack:
-                make_room(lack)
+                make_room(requests[lack.row], lack.error)
                 calls.appendleft(call)
                 continue
             except NotPackableError as error:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import BlockPool, LayerGroup, PagedKVCache, PoolExhaustedError, SequenceTables
-from mlx_paged.cache.batch import Batch
+from mlx_paged.cache.batch import Batch, NoBlocksError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kv.blocks import blocks_choice
@@ -58,9 +58,7 @@ def random_step(batch: int, width: int, seed: int) -> list[tuple[mx.array, mx.ar
 
 
 def reserve(caches: list[PagedBatchKVCache]) -> None:
-    failed = caches[0].batch.reserve()
-    if failed is not None:
-        raise failed.error
+    caches[0].batch.reserve()
 
 
 def attend(caches: list, step: list[tuple[mx.array, mx.array, mx.array]]) -> list[mx.array]:
@@ -122,8 +120,9 @@ def test_failed_reserve_changes_nothing() -> None:
             taken += pool.allocate(0, 1)
     before = pool.stats()
     batch = Batch(pool, [row[0].sequence for row in solo])
-    failed = batch.reserve()
-    assert failed is not None and failed.row == 0 and isinstance(failed.error, PoolExhaustedError)
+    with pytest.raises(NoBlocksError) as failed:
+        batch.reserve()
+    assert failed.value.row == 0 and isinstance(failed.value.error, PoolExhaustedError)
     caches = [PagedBatchKVCache(batch, layer) for layer in range(LAYERS)]
     with pytest.raises(BlockStateError, match="without reserved positions"):
         caches[0].attend(*random_step(3, 1, 0)[0], AttentionParams(SCALE))
@@ -139,7 +138,7 @@ def test_take_back_undoes_a_step_that_some_layers_have_written() -> None:
     batch = merged(solo)
     check_decode(pool, batch, solo, 0)
     tables = batch[0].batch
-    assert tables.reserve() is None
+    tables.reserve()
     q, k, v = random_step(3, 1, 7)[0]
     batch[0].attend(q, k, v, AttentionParams(SCALE))
     tables.undo_reserve()

@@ -71,9 +71,7 @@ def sequences(pool: BlockPool, lengths: tuple[int, ...] = LENGTHS) -> list[Seque
 
 def pack_of(rows: list[SequenceTables], counts: tuple[int, ...] = COUNTS) -> tuple[Batch, list[PagedBatchKVCache]]:
     pack = Batch(rows[0].pool, rows, counts)
-    failed = pack.reserve()
-    if failed is not None:
-        raise failed.error
+    pack.reserve()
     return pack, [PagedBatchKVCache(pack, layer) for layer in range(LAYERS)]
 
 

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cache.batch import Batch
+from mlx_paged.cache.batch import Batch, NoBlocksError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
@@ -295,8 +295,8 @@ def test_step_changes_no_layer_if_a_group_has_no_free_block() -> None:
     pool.check_integrity()
     batch = Batch(pool, [sequence])
     assert rows_of([PagedBatchKVCache(batch, layer) for layer in range(4)]) is not None
-    failed = batch.reserve()
-    assert failed is not None and isinstance(failed.error, PoolExhaustedError)
+    with pytest.raises(NoBlocksError):
+        batch.reserve()
     assert batch.lengths(0) == batch.lengths(2) == [4]
     pool.check_integrity()
 

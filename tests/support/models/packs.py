@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_paged.engine.model_call import NoBlocksError
+from mlx_paged.cache.batch import NoBlocksError
 from mlx_paged.engine.prefill import Prefill
 from mlx_paged.engine.request import Request
 from mlx_paged.engine.scheduler import Chunk
