@@ -182,7 +182,7 @@ class DraftModel:
             return None
         try:
             return self._draft(rows, chosen, inputs, vocab_size)
-        except PoolExhaustedError:
+        except NoBlocksError:
             return None
         except Exception as error:  # no request depends on a draft
             self._warn(error)
@@ -223,12 +223,13 @@ class DraftModel:
         warn_once(f"{what}: {type(error).__name__}: {error}")
 
     def _reserve(self, tables: Batch, rows: Sequence[Request]) -> None:
-        """Reserve positions. If a row finds no block, it gets no more drafts, and its error is raised."""
+        """Reserve positions. If a row finds no block, it gets no more drafts, and NoBlocksError is raised."""
         try:
             tables.reserve()
         except NoBlocksError as lack:
             self.remove([rows[lack.row]])
-            raise lack.error from None
+            check_device(lack.error)
+            raise
 
     def _is_ready(self, row: Request) -> bool:
         return row in self.rows and num_known(row) - self.rows[row].end <= MOST_BEHIND

@@ -75,11 +75,16 @@ def batch_over(rows: Sequence[Sequence[Any]]) -> list[Any]:
     parts = [leaves(row) for row in rows]
     first = next(index for index, part in enumerate(parts[0]) if isinstance(part, PagedKVCache))
     batch = Batch(parts[0][first].pool, [copy.deepcopy(row[first].sequence) for row in parts])
+    error = None
     try:
         batch.reserve()
     except NoBlocksError as lack:
-        del batch, parts
-        raise lack.error from None
+        error = lack.error
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error, batch, parts
     layers = [
         PagedBatchKVCache(batch, layer[0].layer, type(layer[0]))
         if isinstance(layer[0], PagedKVCache)
