@@ -192,7 +192,7 @@ class LazyKV:
         pool = rows.pool
         index, position = pool.places[layer]
         group = pool.groups[index]
-        tokens = rows.tokens_of(layer) if isinstance(rows, Batch) else rows.latest_tokens(layer, num_tokens)
+        tokens = rows.tokens_of(layer) if isinstance(rows, Batch) else rows.latest_tokens(index, num_tokens)
         if num_tokens == 1 and self._append is not None and self._forget(pool, keys, values, to_write=True):
             return dispatch.attend(queries, self._append, group, position, tokens, params)
         is_fresh = (

@@ -95,9 +95,14 @@ class SequenceTables:
                 f"{self.table.length}: all layers must write the same tokens"
             )
         del self._behind[layer]
-        return self.latest_tokens(layer, num_tokens)
+        return self.latest_tokens(self.pool.places[layer][0], num_tokens)
 
-    def _tokens_of(self, group: int, num_tokens: int) -> NewTokens:
+    def latest_tokens(self, group: int, num_tokens: int) -> NewTokens:
+        """Return the last tokens that a group's layers have written.
+
+        Raises:
+            GeometryError, BlockStateError: from :meth:`BlockPool.begin`.
+        """
         key, own = (group, num_tokens > 1), self.pool.groups[group]
         tokens = self._tokens.get(key)
         if tokens is None or tokens.counts[0] != num_tokens:
@@ -105,14 +110,6 @@ class SequenceTables:
         if tokens.epoch != own.epoch:
             self.pool.begin(own, tokens)
         return tokens
-
-    def latest_tokens(self, layer: int, num_tokens: int) -> NewTokens:
-        """Return the last tokens that a layer has written.
-
-        Raises:
-            GeometryError, BlockStateError: from :meth:`BlockPool.begin`.
-        """
-        return self._tokens_of(self.pool.places[layer][0], num_tokens)
 
     def begin_all(self) -> list[NewTokens]:
         """Reserve one position, unless it is reserved, and return the new tokens of each group, which every layer
@@ -125,7 +122,7 @@ class SequenceTables:
         if len(self._behind) < self.num_layers or any(count != 1 for count in self._behind.values()):
             raise BlockStateError(f"a step must have one reserved token in each layer, got {self._behind}")
         self._behind.clear()
-        return [self._tokens_of(group, 1) for group in range(len(self.pool.groups))]
+        return [self.latest_tokens(group, 1) for group in range(len(self.pool.groups))]
 
     def undo_begin(self) -> None:
         """Undo :meth:`begin_all`; the positions stay reserved."""

@@ -391,7 +391,9 @@ class CompiledStep:
     def retrace(self) -> None:
         """Drop all traces, and the arrays in them; steps are traced again."""
         self._state = None
-        self._drop_traces()
+        self._of_sizes.clear()
+        self._of_sizes[self._size] = self._functions = OrderedDict()
+        self._uncompiled.clear()
 
     def _use_size(self, pool: BlockPool) -> None:
         """Use the traces for the pool's present size, and drop those for sizes that it had long ago."""
@@ -401,11 +403,6 @@ class CompiledStep:
             self._of_sizes.move_to_end(size)
             if len(self._of_sizes) > KEPT_SIZES:
                 self._of_sizes.popitem(last=False)
-
-    def _drop_traces(self) -> None:
-        self._of_sizes.clear()
-        self._of_sizes[self._size] = self._functions = OrderedDict()
-        self._uncompiled.clear()
 
     def _function_for(self, shapes: StepShapes) -> Callable[..., Any] | None:
         """Return the compiled function of these shapes; None if the step has to run uncompiled, as they have not come
