@@ -49,8 +49,8 @@ def divided(groups: Sequence[Group], budget: int) -> list[int]:
 
 
 class BlockHolder(Protocol):
-    """A cache that counts in a pool's budget and frees blocks on request (see PoolMemory.add_holder). The defaults are
-    those of a cache without blocks. Called under the pool's lock.
+    """A cache that counts in a pool's budget and frees blocks on request (see :meth:`PoolMemory.add_holder`). Called
+    under the pool's lock.
 
     Attributes:
         evictions: blocks this holder has freed so far, to make room, by age or by a limit.
@@ -62,24 +62,19 @@ class BlockHolder(Protocol):
 
     def held(self, group: int) -> Iterable[Sequence[int]]:
         """Return the blocks of the group that it holds, each once per reference."""
-        return ()
 
     def reclaimable(self, group: int, enough: int | None = None) -> int:
         """Return how many blocks of the group :meth:`evict` could free now; counting may stop at ``enough``."""
-        return 0
 
     def evict(self, group: int, num_blocks: int) -> int:
         """Drop references so that ``num_blocks`` blocks of the group become free. Returns how many did."""
-        return 0
 
     @property
     def state_nbytes(self) -> int:
         """Bytes of the states that it holds and :meth:`evict_states` could free."""
-        ...
 
     def evict_states(self, num_bytes: int) -> int:
         """Drop states of at least ``num_bytes`` bytes. Returns how many bytes were freed."""
-        ...
 
 
 class PoolMemory:
