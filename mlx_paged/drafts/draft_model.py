@@ -182,7 +182,7 @@ class DraftModel:
             return None
         try:
             return self._draft(rows, chosen, inputs, vocab_size)
-        except NoBlocksError:
+        except (NoBlocksError, PoolExhaustedError):
             return None
         except Exception as error:  # no request depends on a draft
             self._warn(error)
