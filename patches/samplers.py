@@ -12,9 +12,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import sample_utils
 
-from ..engine.request import RequestOptions
+from ..engine.request import RequestOptions, Sampler
 from ..engine.sampling.params import SamplingParams
-from ..engine.step_logits import Sampler
 from ..errors import ConfigError, PatchError
 from .patch import fingerprint, replaces
 

@@ -13,8 +13,8 @@ from ..errors import GeometryError
 from ..kernels.availability import prepares_plans
 from ..kernels.build import NoKernelError
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
-from ..kv.attention_params import AttentionParams, QueryHeads, Window
-from ..kv.choice import kernel_unsupported_reason, prefill_unsupported_reason
+from ..kv.blocks import kernel_unsupported_reason, prefill_unsupported_reason
+from ..kv.geometry import AttentionParams, QueryHeads, Window
 from ..kv.group import Group
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
@@ -144,146 +144,126 @@ def attend(
             _last = _GATHERS.get(reason) or _GATHERS.setdefault(reason, Dispatch("gather", reason))
             _counts[_last] += 1
             return gather.gather_attention(q, group, position, tokens, params)
+        call = _Call(q, group, position, tokens, params)
         if shape[0] == num_tables == 1:
-            return _attend_one(q, new, group, position, tokens, params)
+            return call.attend_one(new)
         if shape[0] == num_tables:
-            return _attend_rows(q, None, group, position, tokens, params)
-        return _attend_pack(q, new, group, position, tokens, params, as_rows)
-    return _attend_rows(q, None if is_written else new, group, position, tokens, params)
+            return call.attend_rows(None)
+        return call.attend_pack(new, as_rows)
+    return _Call(q, group, position, tokens, params).attend_rows(None if is_written else new)
 
 
-def _attend_one(
-    q: mx.array,
-    new: tuple[mx.array, mx.array] | None,
-    group: Group,
-    position: int,
-    tokens: NewTokens,
-    params: AttentionParams,
-) -> mx.array:
-    """Attend from the new tokens of one sequence, which are written; over these alone if there is no prefix."""
-    table = tokens.tables[0]
-    if prepares_plans():
-        if _unsupported_reason(q, group, table.length, params) is None:
-            return _attend_rows(q, None, group, position, tokens, params)
-        if not (params.latent or _masks_otherwise(params) or _has_plan(q, table.num_visible(group.index))):
-            own = params._replace(mask=None, window=_seen(group, params))
-            attended, _ = _attend_prompts(q.swapaxes(0, 2), group, position, tokens, own)
+class _Call(NamedTuple):
+    """A call of attention; see :func:`attend` for the fields."""
+
+    q: mx.array
+    group: Group
+    position: int
+    tokens: NewTokens
+    params: AttentionParams
+
+    def attend_one(self, new: tuple[mx.array, mx.array] | None) -> mx.array:
+        """Attend from the new tokens of one sequence, which are written; over these alone if there is no prefix."""
+        q, group, position, tokens, params = self
+        table = tokens.tables[0]
+        if prepares_plans():
+            if _unsupported_reason(q, group, table.length, params) is None:
+                return self.attend_rows(None)
+            if not (params.latent or _masks_otherwise(params) or _has_plan(q, table.num_visible(group.index))):
+                own = params._replace(mask=None, window=_seen(group, params))
+                attended, _ = self._replace(q=q.swapaxes(0, 2), params=own).attend_prompts()
+                if attended is not None:
+                    record(_KERNEL_PROMPT)
+                    return attended.swapaxes(0, 2)
+        # With quantised pages, attend over what the pages hold: later tokens and other sequences will see the same.
+        if new is not None and table.num_visible(group.index) == q.shape[2] and not group.is_quantized:
+            record(_FRESH)
+            # Otherwise MLX may put off all layers' writes to the end of a prefill, which keeps every layer's new keys
+            # and values alive until then.
+            k, v = group.device(position).after_writes(*new) if group.in_place else new
+            return gather.attention(q, k, v, params)
+        return self.attend_rows(None)
+
+    def attend_rows(self, append: tuple[mx.array, mx.array] | None) -> mx.array:
+        """Attend from the same number of tokens of each sequence, by the decode kernel or over gathered arrays.
+
+        ``append``: keys and values of the new tokens, if they are not written yet.
+        """
+        attended, unsupported = self.attend_by_decode_kernel(append)
+        if attended is not None:
+            return attended
+        if append is not None:
+            self.group.write(self.position, self.tokens, *append)
+        record(Dispatch("gather", unsupported))
+        return gather.gather_attention(*self)
+
+    def attend_by_decode_kernel(self, append: tuple[mx.array, mx.array] | None) -> tuple[mx.array | None, str]:
+        """Attend by the decode kernel, prepared once for all layers with the same parameters; return None and the
+        reason if the kernel does not serve."""
+        q, group, position, tokens, params = self
+        shape, (scale, mask, window, softcap, sinks, latent) = q.shape, params
+        key = "decode", shape, q.dtype, scale, window, softcap, sinks is None, latent, append is None
+        launch = None if mask is not None and _has_other_mask(params) else tokens.made.get(key)
+        if launch is None:
+            longest = max(table.length for table in tokens.tables) if shape[2] > MAX_QUERY_LENGTH else 0
+            unsupported = _unsupported_reason(q, group, longest, params)
+            if unsupported is not None:
+                return None, unsupported
+        blocks = group.device(position)
+        try:
+            if launch is None:
+                seen = params._replace(window=_seen(group, params))
+                launch = blocks.prepare_decode(q, tokens, seen, appends=append is not None)
+                tokens.made[key] = launch
+            attended = blocks.decode(launch, q, sinks, append)
+        except NoKernelError as error:  # a kernel that this call was the first to need; nothing was launched
+            tokens.made.clear()
+            unsupported = group.unsupported[params.heads(shape[1])] = f"the kernel is off: {error}"
+            return None, unsupported
+        record(_KERNEL_ONE if shape[2] == 1 and not tokens.is_pack else _KERNEL_FEW)
+        return attended, ""
+
+    def attend_pack(self, new: tuple[mx.array, mx.array] | None, as_rows: bool) -> mx.array:
+        """Attend from several sequences' new tokens, which are written: in one launch, or one sequence after the
+        other."""
+        q, group, position, tokens, params = call = self._replace(
+            params=self.params._replace(window=_seen(self.group, self.params))
+        )
+        if as_rows:
+            attended, _ = call.attend_by_decode_kernel(None)
             if attended is not None:
-                record(_KERNEL_PROMPT)
-                return attended.swapaxes(0, 2)
-    # With quantised pages, attend over what the pages hold: later tokens and other sequences will see the same.
-    if new is not None and table.num_visible(group.index) == q.shape[2] and not group.is_quantized:
-        record(_FRESH)
-        # Otherwise MLX may put off all layers' writes to the end of a prefill, which keeps every layer's new keys and
-        # values alive until then.
-        k, v = group.device(position).after_writes(*new) if group.in_place else new
-        return gather.attention(q, k, v, params)
-    return _attend_rows(q, None, group, position, tokens, params)
+                return attended
+        attended, why = call.attend_prompts()
+        if attended is not None:
+            record(_KERNEL_PACK)
+            return attended
+        record(Dispatch("apart", why))
+        queries = tokens.split(q)
+        pairs = [None] * len(queries) if new is None else list(zip(*map(tokens.split, new), strict=True))
+        outputs = []
+        for index, (one, table, pair) in enumerate(zip(queries, tokens.tables, pairs, strict=True)):
+            own = params._replace(mask=_mask_of(one.shape[2], table.num_visible(group.index), params.window))
+            outputs.append(_Call(one, group, position, tokens.single(index), own).attend_one(pair))
+        return tokens.join(outputs)
+
+    def attend_prompts(self) -> tuple[mx.array | None, str]:
+        """Attend from ``[T, n_q_heads, 1, head_dim]`` over the written tokens in one launch of the prefill kernel;
+        return None and the reason if it does not serve."""
+        q, group, position, tokens, params = self
+        unsupported = _packed_unsupported_reason(q, group, params)
+        if unsupported is not None:
+            return None, unsupported
+        try:
+            return group.device(position).prefill(q, tokens, params), ""
+        except NoKernelError as error:  # raised before anything was launched
+            unsupported = group.packs_unsupported[params.heads(q.shape[1])] = f"the kernel is off: {error}"
+            return None, unsupported
 
 
 def _has_plan(q: mx.array, num_visible: int) -> bool:
     """Return whether MLX's attention has met these numbers of new tokens and of all tokens, or will meet them again."""
     _, _, count, head_dim = q.shape
     return head_dim <= MOST_PLANNED_HEAD_DIM and count % WHOLE_CHUNK == 0 and num_visible % count == 0
-
-
-def _attend_rows(
-    q: mx.array,
-    append: tuple[mx.array, mx.array] | None,
-    group: Group,
-    position: int,
-    tokens: NewTokens,
-    params: AttentionParams,
-) -> mx.array:
-    """Attend from the same number of tokens of each sequence, by the decode kernel or over gathered arrays.
-
-    ``append``: keys and values of the new tokens, if they are not written yet.
-    """
-    attended, unsupported = _attend_by_decode_kernel(q, append, group, position, tokens, params)
-    if attended is not None:
-        return attended
-    if append is not None:
-        group.write(position, tokens, *append)
-    record(Dispatch("gather", unsupported))
-    return gather.gather_attention(q, group, position, tokens, params)
-
-
-def _attend_by_decode_kernel(
-    q: mx.array,
-    append: tuple[mx.array, mx.array] | None,
-    group: Group,
-    position: int,
-    tokens: NewTokens,
-    params: AttentionParams,
-) -> tuple[mx.array | None, str]:
-    """Attend by the decode kernel, prepared once for all layers with the same parameters; return None and the reason if
-    the kernel does not serve."""
-    shape, (scale, mask, window, softcap, sinks, latent) = q.shape, params
-    key = "decode", shape, q.dtype, scale, window, softcap, sinks is None, latent, append is None
-    launch = None if mask is not None and _has_other_mask(params) else tokens.made.get(key)
-    if launch is None:
-        longest = max(table.length for table in tokens.tables) if shape[2] > MAX_QUERY_LENGTH else 0
-        unsupported = _unsupported_reason(q, group, longest, params)
-        if unsupported is not None:
-            return None, unsupported
-    blocks = group.device(position)
-    try:
-        if launch is None:
-            seen = params._replace(window=_seen(group, params))
-            launch = blocks.prepare_decode(q, tokens, seen, appends=append is not None)
-            tokens.made[key] = launch
-        attended = blocks.decode(launch, q, sinks, append)
-    except NoKernelError as error:  # a kernel that this call was the first to need; nothing was launched
-        tokens.made.clear()
-        unsupported = group.unsupported[params.heads(shape[1])] = f"the kernel is off: {error}"
-        return None, unsupported
-    record(_KERNEL_ONE if shape[2] == 1 and not tokens.is_pack else _KERNEL_FEW)
-    return attended, ""
-
-
-def _attend_pack(
-    q: mx.array,
-    new: tuple[mx.array, mx.array] | None,
-    group: Group,
-    position: int,
-    tokens: NewTokens,
-    params: AttentionParams,
-    as_rows: bool,
-) -> mx.array:
-    """Attend from several sequences' new tokens, which are written: in one launch, or one sequence after the other."""
-    params = params._replace(window=_seen(group, params))
-    if as_rows:
-        attended, _ = _attend_by_decode_kernel(q, None, group, position, tokens, params)
-        if attended is not None:
-            return attended
-    attended, why = _attend_prompts(q, group, position, tokens, params)
-    if attended is not None:
-        record(_KERNEL_PACK)
-        return attended
-    record(Dispatch("apart", why))
-    queries = tokens.split(q)
-    pairs = [None] * len(queries) if new is None else list(zip(*map(tokens.split, new), strict=True))
-    outputs = []
-    for index, (one, table, pair) in enumerate(zip(queries, tokens.tables, pairs, strict=True)):
-        own = params._replace(mask=_mask_of(one.shape[2], table.num_visible(group.index), params.window))
-        outputs.append(_attend_one(one, pair, group, position, tokens.single(index), own))
-    return tokens.join(outputs)
-
-
-def _attend_prompts(
-    q: mx.array, group: Group, position: int, tokens: NewTokens, params: AttentionParams
-) -> tuple[mx.array | None, str]:
-    """Attend from ``[T, n_q_heads, 1, head_dim]`` over the written tokens in one launch of the prefill kernel; return
-    None and the reason if it does not serve."""
-    heads = params.heads(q.shape[1])
-    unsupported = _packed_unsupported_reason(q, group, params)
-    if unsupported is not None:
-        return None, unsupported
-    try:
-        return group.device(position).prefill(q, tokens, params), ""
-    except NoKernelError as error:  # raised before anything was launched
-        unsupported = group.packs_unsupported[heads] = f"the kernel is off: {error}"
-        return None, unsupported
 
 
 def supports_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..errors import GeometryError
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
-from ..kv.attention_params import AttentionParams, Window
+from ..kv.geometry import AttentionParams, Window
 from ..kv.group import Group, LayerGroup
 from ..kv.host_blocks import HostBlocks
 from ..kv.new_tokens import NewTokens

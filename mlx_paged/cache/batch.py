@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import BlockStateError, without_frames
-from ..kv.attention_params import Window
+from ..kv.geometry import Window
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
 from .sequence import KnownMasks, SequenceTables
@@ -26,11 +25,17 @@ class NotCompilable(Exception):
     """The model does something in a decode step that a compiled step does not support."""
 
 
-class FailedRow(NamedTuple):
-    """A row for which no block could be allocated, and the error, without its traceback."""
+class NoBlocksError(Exception):
+    """No block could be allocated for the new tokens of a sequence in a call. Nothing was computed.
 
-    row: int
-    error: Exception
+    Args:
+        row: index of the sequence.
+        error: why, without its traceback.
+    """
+
+    def __init__(self, row: int, error: Exception) -> None:
+        super().__init__(str(error))
+        self.row, self.error = row, error
 
 
 class Batch:
@@ -155,13 +160,11 @@ class Batch:
         """Return whether every layer has written the reserved tokens."""
         return not self.behind
 
-    def reserve(self) -> FailedRow | None:
+    def reserve(self) -> None:
         """Reserve the new tokens of every sequence.
 
-        Returns:
-            None; or the sequence for which a block was missing, and the error. Nothing has been reserved then.
-
         Raises:
+            NoBlocksError: for a sequence a block was missing. Nothing has been reserved.
             BlockStateError: a layer has not written its last reserved tokens.
         """
         if self.behind:
@@ -175,10 +178,9 @@ class Batch:
                 self.pool.append_tokens(self.tables[index], self.counts[index])
             except Exception as error:
                 self._trim(set(range(len(self.tables))).difference(others[place:]))
-                return FailedRow(index, without_frames(error))
+                raise NoBlocksError(index, without_frames(error)) from None
         self.behind.update(self.pool.places)
         self.is_reserved = True
-        return None
 
     def _trim(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -260,16 +262,9 @@ class Batch:
         return numbers[:, None, None] >= mx.array(first)
 
     def narrow_mask(self, window: int) -> mx.array:
-        """Return the placeholder mask of a pack for a window narrower than the layer's; :meth:`window_of` recognises
-        it."""
+        """Return the placeholder mask of a pack for a window narrower than the layer's; :attr:`masks` recognises it."""
         made = self._narrow_masks.get(window)
         if made is None:
             made = self._narrow_masks[window] = mx.ones((len(self), 1, 1, 1), mx.bool_)
+            self.masks.add(("narrow", window), made, Window(window))
         return made
-
-    def window_of(self, mask: mx.array | str | None) -> Window | None:
-        """Return the window that a mask made for this batch stands for; None for any other."""
-        for window, made in self._narrow_masks.items():
-            if made is mask:
-                return Window(window)
-        return self.masks.window_of(mask)

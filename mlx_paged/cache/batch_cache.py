@@ -12,14 +12,12 @@ from ..attention import dispatch, gather
 from ..attention.dispatch import Dispatch, record
 from ..attention.gather import causal_mask, window_under
 from ..errors import GeometryError, PromptCacheError
-from ..kv.attention_params import AttentionParams, QueryHeads, Window
-from ..kv.geometry import Geometry
+from ..kv.geometry import AttentionParams, Geometry, QueryHeads, Window
 from ..kv.lock import locked
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
 from .batch import OWN_MASK, Batch, NotPackableError
-from .layer_cache import LayerCache
-from .lazy_kv import LazyKV, hand_out
+from .layer_cache import LayerCache, LazyKV, hand_out
 from .paged_kv_cache import PagedKVCache
 from .placeholders import Placeholder, PlaceholderBatch
 
@@ -81,7 +79,7 @@ class PagedBatchKVCache(LayerCache):
         if params.mask is not None:
             if batch.is_pack:
                 params = known_mask(batch, params)
-            elif isinstance(params.mask, mx.array) and batch.window_of(params.mask) is None:
+            elif isinstance(params.mask, mx.array) and batch.masks.window_of(params.mask) is None:
                 keys, values = self.update_and_fetch(keys, values)
                 return gather.attention(queries, keys, values, params)
             else:
@@ -99,18 +97,10 @@ class PagedBatchKVCache(LayerCache):
     def _accepted(self, keys: mx.array, values: mx.array, heads: QueryHeads | None = None) -> tuple[mx.array, mx.array]:
         """Return the keys and values in the pool's dtype. Raises GeometryError if they do not fit otherwise, or, in a
         pack, have another dtype."""
-        batch = self.batch
-        group, count = self.group, batch.num_tokens
+        count = self.batch.num_tokens
         if keys.ndim != 4 or keys.shape[2] != 1:
             raise GeometryError(f"keys {keys.shape} do not match {count} row(s) of one token")
-        if group.geometry is not None:
-            try:
-                group.validate(keys, values, count)
-                return keys, values
-            except GeometryError:
-                if batch.is_pack:  # a sequence may have to move to another pool, which it does alone
-                    raise
-        elif batch.is_pack:
+        if self.batch.is_pack:  # with another dtype, a sequence may have to move to another pool, which it does alone
             self.pool.set_geometry(self.layer, keys, values, batch=count, heads=heads)
             return keys, values
         return self._fitted(keys, values, count, heads)
@@ -305,7 +295,7 @@ def known_mask(batch: Batch, params: AttentionParams) -> AttentionParams:
         return params
     if batch.is_traced and isinstance(params.mask, str):  # causality hides nothing from a row's newest token
         return params._replace(mask=None)
-    window = batch.window_of(params.mask)
+    window = batch.masks.window_of(params.mask)
     if window is None:
         raise NotPackableError(OWN_MASK)
     return params._replace(mask=None, window=window)

@@ -10,12 +10,11 @@ import mlx.core as mx
 from ..attention import dispatch
 from ..attention.gather import causal_mask, window_under
 from ..errors import BlockStateError, PromptCacheError
-from ..kv.attention_params import AttentionParams, QueryHeads, Window
 from ..kv.block_table import BlockTable
+from ..kv.geometry import AttentionParams, QueryHeads, Window
 from ..kv.lock import locked
 from ..kv.new_tokens import NewTokens
-from .layer_cache import LayerCache
-from .lazy_kv import LazyKV, hand_out
+from .layer_cache import LayerCache, LazyKV, hand_out
 from .sequence import SequenceTables
 
 
@@ -120,8 +119,7 @@ class PagedKVCache(LayerCache):
             keys: ``[1, n_kv_heads, n, head_dim]`` of positions ``offset - n .. offset - 1``.
             values: ``[1, n_kv_heads, n, v_head_dim]``.
             offset: tokens seen so far; more than ``n`` only with a sliding window.
-            stored: whether keys and values come from :meth:`BlockPool.read_stored` of pages like these, whose geometry
-                is known already: quantised rows are written as they are.
+            stored: see :meth:`BlockPool.write`.
 
         Raises:
             PromptCacheError: the cache is not empty, or tokens the layer still needs are missing.
@@ -146,7 +144,7 @@ class PagedKVCache(LayerCache):
             raise PromptCacheError(str(error)) from None
         if offset == start:
             return
-        (pool.write_stored if stored else pool.write)(self.layer, [self.table], keys, values)
+        pool.write(self.layer, [self.table], keys, values, stored=stored)
         mx.eval(pool.ready(self.layer))  # layer by layer, so that one layer's keys are held twice, not all
 
     # mlx-lm's protocol ----------------------------------------------------------------------------------------
@@ -164,8 +162,7 @@ class PagedKVCache(LayerCache):
             source = value[1]
             if source.offset:
                 is_alike = source.group.geometry == self.group.geometry
-                read = source.pool.read_stored if is_alike else source.pool.gather_visible
-                k, v = read(source.table, source.layer)
+                k, v = source.pool.gather_visible(source.table, source.layer, stored=is_alike)
                 self.load(k, v, source.offset, stored=is_alike)
         elif len(value) == 3 and isinstance(value[0], mx.array):
             keys, values, offset = value

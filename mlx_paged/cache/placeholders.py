@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import mlx.core as mx
 
-from ..kv.attention_params import Window
 from ..kv.block_table import BlockTable
+from ..kv.geometry import Window
 from ..kv.new_tokens import NewTokens, ThreeArrays
 from ..kv.pool import BlockPool
 from .batch import Batch, NotCompilable

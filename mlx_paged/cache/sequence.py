@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
-from ..kv.attention_params import Window
 from ..kv.block_table import BlockTable
+from ..kv.geometry import Window
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
 
 
 class KnownMasks:
-    """The latest mask that each group's caches have made, with the window that it stands for: a kernel takes the window
-    for a mask that comes back."""
+    """The latest masks that caches have made, with the windows that they stand for: a kernel takes the window for a
+    mask that comes back."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[weakref.ref[mx.array], Window]] = {}
+        self._made: dict[Hashable, tuple[weakref.ref[mx.array], Window]] = {}
 
-    def add(self, group: int, mask: mx.array, window: Window) -> None:
-        """Note a mask of a group; a weak reference does not keep its memory."""
-        self._made[group] = weakref.ref(mask), window
+    def add(self, name: Hashable, mask: mx.array, window: Window) -> None:
+        """Note a mask in place of the one with the same name; a weak reference does not keep its memory."""
+        self._made[name] = weakref.ref(mask), window
 
     def window_of(self, mask: mx.array | str | None) -> Window | None:
         """Return the window that a mask made here stands for; None for any other."""
@@ -94,9 +95,14 @@ class SequenceTables:
                 f"{self.table.length}: all layers must write the same tokens"
             )
         del self._behind[layer]
-        return self.latest_tokens(layer, num_tokens)
+        return self.latest_tokens(self.pool.places[layer][0], num_tokens)
 
-    def _tokens_of(self, group: int, num_tokens: int) -> NewTokens:
+    def latest_tokens(self, group: int, num_tokens: int) -> NewTokens:
+        """Return the last tokens that a group's layers have written.
+
+        Raises:
+            GeometryError, BlockStateError: from :meth:`BlockPool.begin`.
+        """
         key, own = (group, num_tokens > 1), self.pool.groups[group]
         tokens = self._tokens.get(key)
         if tokens is None or tokens.counts[0] != num_tokens:
@@ -104,14 +110,6 @@ class SequenceTables:
         if tokens.epoch != own.epoch:
             self.pool.begin(own, tokens)
         return tokens
-
-    def latest_tokens(self, layer: int, num_tokens: int) -> NewTokens:
-        """Return the last tokens that a layer has written.
-
-        Raises:
-            GeometryError, BlockStateError: from :meth:`BlockPool.begin`.
-        """
-        return self._tokens_of(self.pool.places[layer][0], num_tokens)
 
     def begin_all(self) -> list[NewTokens]:
         """Reserve one position, unless it is reserved, and return the new tokens of each group, which every layer
@@ -124,7 +122,7 @@ class SequenceTables:
         if len(self._behind) < self.num_layers or any(count != 1 for count in self._behind.values()):
             raise BlockStateError(f"a step must have one reserved token in each layer, got {self._behind}")
         self._behind.clear()
-        return [self._tokens_of(group, 1) for group in range(len(self.pool.groups))]
+        return [self.latest_tokens(group, 1) for group in range(len(self.pool.groups))]
 
     def undo_begin(self) -> None:
         """Undo :meth:`begin_all`; the positions stay reserved."""

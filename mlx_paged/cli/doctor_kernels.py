@@ -21,8 +21,8 @@ from ..kernels.launch_shape import DTYPES, Variant
 from ..kernels.ops import new_fence, prepare_decode, variants_of
 from ..kernels.prefill import prefill_variants_of, unsupported_prefill
 from ..kernels.quantized import new_blocks
-from ..kv.attention_params import AttentionParams, QueryHeads
-from ..kv.choice import blocks_choice
+from ..kv.blocks import blocks_choice
+from ..kv.geometry import AttentionParams, QueryHeads
 from ..kv.group import LayerGroup
 from ..kv.pool import BlockPool
 

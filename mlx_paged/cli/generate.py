@@ -18,9 +18,9 @@ import mlx.core as mx
 
 from ..config import STOCK_QUANTISES, KVBits, PagedConfig
 from ..engine.constraint import GrammarProcessor
+from ..engine.memory import PoolBudget
 from ..errors import ConfigError, PatchError, PoolExhaustedError
 from ..grammar.compiler import INSTALL, GrammarSource
-from ..kv.budget import PoolBudget
 from ..machine import memory_beside
 from ..model_folder import (
     check_model_folder,

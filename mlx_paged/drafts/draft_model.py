@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cache.batch import Batch
+from ..cache.batch import Batch, NoBlocksError
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
-from ..engine.proposer import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
+from ..engine.interfaces import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 from ..engine.request import Request, sequence_of
 from ..errors import ConfigError, PoolExhaustedError, check_device
 from ..kv.pool import BlockPool
@@ -64,7 +64,7 @@ class DraftRow:
 
 
 class DraftModel:
-    """Proposes a draft model's most likely tokens. A :class:`mlx_paged.engine.proposer.Proposer`.
+    """Proposes a draft model's most likely tokens. A :class:`mlx_paged.engine.interfaces.Proposer`.
 
     All rows take their draft steps together: the first computes, as a pack, the tokens that rows got since the last
     one; each later one computes a token of each row. Drafts are the most likely tokens whatever the row's sampler is.
@@ -162,7 +162,7 @@ class DraftModel:
     def propose(
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
-        """Return the draft model's most likely tokens; see :meth:`..engine.proposer.Proposer.propose`."""
+        """Return the draft model's most likely tokens; see :meth:`..engine.interfaces.Proposer.propose`."""
         for row in list(self._num_drafted):  # drafts that were not verified
             self._drop_drafts(row)
         if vocab_size is None:  # a draft model with a larger vocabulary might propose tokens that the model lacks
@@ -182,7 +182,7 @@ class DraftModel:
             return None
         try:
             return self._draft(rows, chosen, inputs, vocab_size)
-        except PoolExhaustedError:
+        except (NoBlocksError, PoolExhaustedError):
             return None
         except Exception as error:  # no request depends on a draft
             self._warn(error)
@@ -191,7 +191,7 @@ class DraftModel:
 
     @property
     def seconds_saved(self) -> float:
-        """See :attr:`..engine.proposer.Proposer.seconds_saved`."""
+        """See :attr:`..engine.interfaces.Proposer.seconds_saved`."""
         return self.depth.seconds_saved
 
     def _candidate(self, row: Request, share: int) -> Candidate:
@@ -223,14 +223,13 @@ class DraftModel:
         warn_once(f"{what}: {type(error).__name__}: {error}")
 
     def _reserve(self, tables: Batch, rows: Sequence[Request]) -> None:
-        """Reserve positions. If a row finds no block, it gets no more drafts, and its error is raised."""
-        failed = tables.reserve()
-        if failed is not None:
-            self.remove([rows[failed.row]])
-            try:
-                raise failed.error
-            finally:
-                failed = None  # the frames of its error refer to this one
+        """Reserve positions. If a row finds no block, it gets no more drafts, and NoBlocksError is raised."""
+        try:
+            tables.reserve()
+        except NoBlocksError as lack:
+            self.remove([rows[lack.row]])
+            check_device(lack.error)
+            raise
 
     def _is_ready(self, row: Request) -> bool:
         return row in self.rows and num_known(row) - self.rows[row].end <= MOST_BEHIND

@@ -1,4 +1,4 @@
-"""LookUp: drafts that repeat earlier tokens of a row. NgramIndex finds where, Predictor follows what stood there."""
+"""LookUp: drafts that repeat earlier tokens of a row. Predictor finds where, and follows what stood there."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from ..engine.peers import Peers
-from ..engine.proposer import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
+from ..engine.interfaces import MOST_TOKENS, NextTokens, Peers, Proposal, most_drafts, num_known
 from ..engine.request import Request
 from ..kv.pool import BlockPool
 from .depth import Candidate, Depth, new_depth
@@ -17,51 +16,6 @@ SIZES = (3, 2)
 MOST_COMPARED = 8  # longest length of a match that is measured
 MOST_INDEXED = 1 << 16  # last tokens of a prompt that are indexed, in some 17 MB
 INDEXED_A_STEP = 1024  # tokens of prompts that a step indexes, for all rows: some 0.5 ms
-
-
-class NgramIndex:
-    """A row's tokens, and where each n-gram of 2 and of 3 tokens ended last, except the one at the end. Added tokens
-    are indexed at once, those of a prompt by :meth:`index`, the latest first.
-
-    Args:
-        tokens: the row's tokens so far; more are added to this list.
-
-    Attributes:
-        tokens: all of the row's tokens.
-    """
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
-        # By length of n-grams, the position after the last place of each.
-        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in SIZES]
-        # N-grams that end after the first position, up to the second, are not indexed yet.
-        self._first, self._last = max(0, len(tokens) - MOST_INDEXED), max(0, len(tokens) - 1)
-
-    def add(self, token: int) -> None:
-        """Add the row's next token."""
-        for size, ends in zip(SIZES, self._ends, strict=True):
-            if len(self.tokens) >= size:
-                ends[tuple(self.tokens[-size:])] = len(self.tokens)
-        self.tokens.append(token)
-
-    def index(self, most: int) -> int:
-        """Index the n-grams that end at up to ``most`` positions. Returns the number of positions."""
-        begin = max(self._first, self._last - most)
-        for size, ends in zip(SIZES, self._ends, strict=True):
-            tokens, keep_latest = self.tokens[max(0, begin + 1 - size) : self._last], ends.setdefault
-            runs = list(zip(*(tokens[place:] for place in range(size)), strict=False))
-            for end, run in zip(range(self._last, 0, -1), reversed(runs), strict=False):
-                keep_latest(run, end)
-        count, self._last = max(0, self._last - begin), min(self._last, begin)
-        return count
-
-    def find(self) -> tuple[int, int] | None:
-        """Find the latest earlier occurrence of the last tokens. Returns the position after it and the length of the
-        match, up to 8; None if there is none."""
-        for size, ends in zip(SIZES, self._ends, strict=True):
-            if found := ends.get(tuple(self.tokens[-size:])):
-                return found, size + _common_end(self.tokens, found - size, len(self.tokens) - size)
-        return None
 
 
 def _common_end(tokens: Sequence[int], a: int, b: int) -> int:
@@ -92,17 +46,26 @@ class Drafts(NamedTuple):
 class Predictor:
     """Predicts what followed an earlier occurrence of a row's latest tokens, as long as the row repeats it.
 
+    It knows where each n-gram of 2 and of 3 tokens ended last, except the one at the end. Added tokens are indexed at
+    once, those of a prompt by :meth:`index`, the latest first.
+
     Each token of the row is compared with the prediction, proposed or not. Hit rates are kept by length of the match,
     so a row that repeats nothing gets no drafts, and gets them again once it does: watching costs no step.
 
     Args:
         tokens: the row's tokens so far; more are added to this list. Nothing is predicted before :meth:`index`.
         most: most drafts at a time.
+
+    Attributes:
+        tokens: all of the row's tokens that were added.
     """
 
     def __init__(self, tokens: list[int], most: int) -> None:
-        self.most = most
-        self._index = NgramIndex(tokens)
+        self.tokens, self.most = tokens, most
+        # By length of n-grams, the position after the last place of each.
+        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in SIZES]
+        # N-grams that end after the first position, up to the second, are not indexed yet.
+        self._first, self._last = max(0, len(tokens) - MOST_INDEXED), max(0, len(tokens) - 1)
         # Chance that the predicted token is right, by length of the match; starts as assumed here.
         self._chances = [1 - 0.5 ** (matched / 3) for matched in range(MOST_COMPARED + 1)]
         self._next = 0  # position of the token that is predicted
@@ -113,39 +76,45 @@ class Predictor:
         """Return whether anything is predicted."""
         return self._matched > 0
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of the row's tokens that were added."""
-        return len(self._index.tokens)
-
-    def _look(self) -> None:
-        self._next, self._matched = self._index.find() or (0, 0)
-
     def index(self, most: int) -> int:
-        """Index up to ``most`` more of the row's tokens, see :meth:`NgramIndex.index`. Returns how many."""
-        count = self._index.index(most)
+        """Index the n-grams that end at up to ``most`` more positions. Returns the number of positions."""
+        begin = max(self._first, self._last - most)
+        for size, ends in zip(SIZES, self._ends, strict=True):
+            tokens, keep_latest = self.tokens[max(0, begin + 1 - size) : self._last], ends.setdefault
+            runs = list(zip(*(tokens[place:] for place in range(size)), strict=False))
+            for end, run in zip(range(self._last, 0, -1), reversed(runs), strict=False):
+                keep_latest(run, end)
+        count, self._last = max(0, self._last - begin), min(self._last, begin)
         if count and not self._matched:
-            self._look()
+            self._next, self._matched = self.find() or (0, 0)
         return count
+
+    def find(self) -> tuple[int, int] | None:
+        """Find the latest earlier occurrence of the last tokens. Returns the position after it and the length of the
+        match, up to 8; None if there is none."""
+        for size, ends in zip(SIZES, self._ends, strict=True):
+            if found := ends.get(tuple(self.tokens[-size:])):
+                return found, size + _common_end(self.tokens, found - size, len(self.tokens) - size)
+        return None
 
     def follow(self, row: Request) -> None:
         """Add the row's tokens that are missing here."""
-        for token in row.source[max(0, self.num_tokens - len(row.history)) :]:
+        for token in row.source[max(0, len(self.tokens) - len(row.history)) :]:
             self.add(token)
 
     def add(self, token: int) -> None:
         """Add the row's next token, delivered or about to be."""
+        is_hit = self._matched > 0 and self.tokens[self._next] == token
         if self._matched:
-            is_hit = self._index.tokens[self._next] == token
             self._chances[self._matched] += (is_hit - self._chances[self._matched]) / PREDICTIONS_AVERAGED
-            self._index.add(token)
-            if is_hit:
-                self._next += 1
-                self._matched = min(self._matched + 1, MOST_COMPARED)
-                return
+        for size, ends in zip(SIZES, self._ends, strict=True):
+            if len(self.tokens) >= size:
+                ends[tuple(self.tokens[-size:])] = len(self.tokens)
+        self.tokens.append(token)
+        if is_hit:
+            self._next, self._matched = self._next + 1, min(self._matched + 1, MOST_COMPARED)
         else:
-            self._index.add(token)
-        self._look()
+            self._next, self._matched = self.find() or (0, 0)
 
     def drafts(self, skipped: int, most: int) -> Drafts | None:
         """Return the tokens predicted next, as far as they are likely enough; None: there are none.
@@ -156,7 +125,7 @@ class Predictor:
         """
         if not self._matched:
             return None
-        tokens, most = self._index.tokens, min(self.most, most)
+        tokens, most = self.tokens, min(self.most, most)
         period = len(tokens) - self._next  # at the row's own end the repeated part starts over
         chance, drafts, chances = 1.0, [], []
         for step in range(skipped + most):
@@ -194,7 +163,7 @@ def look_up_of(pool: BlockPool, peers: Peers) -> LookUp:
 
 
 class LookUp:
-    """Proposes tokens that rows may repeat. A :class:`mlx_paged.engine.proposer.Proposer`.
+    """Proposes tokens that rows may repeat. A :class:`mlx_paged.engine.interfaces.Proposer`.
 
     Rows are not searched while ``depth`` could not pay for drafts (:meth:`Depth.may_choose`).
 
@@ -212,7 +181,7 @@ class LookUp:
 
     @property
     def seconds_saved(self) -> float:
-        """See :attr:`..engine.proposer.Proposer.seconds_saved`."""
+        """See :attr:`..engine.interfaces.Proposer.seconds_saved`."""
         return self.depth.seconds_saved
 
     def add(self, rows: Sequence[Request]) -> None:
@@ -230,7 +199,7 @@ class LookUp:
     def propose(
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
-        """Return as many drafts of the rows as pay; see :meth:`..engine.proposer.Proposer.propose`."""
+        """Return as many drafts of the rows as pay; see :meth:`..engine.interfaces.Proposer.propose`."""
         uids = [row.uid for row in rows]
         self.depth.begin(len(rows), is_like_last=uids == self._last and self.depth.caller == id(self))
         self._last, self.depth.caller = uids if is_alone else [], id(self)
@@ -243,10 +212,10 @@ class LookUp:
         drafts: dict[Request, Drafts] = {}
         for row, predictor in self.rows.items():
             unindexed -= predictor.index(unindexed)
-            if not predictor.expects and num_known(row) + 1 - predictor.num_tokens <= every:
+            if not predictor.expects and num_known(row) + 1 - len(predictor.tokens) <= every:
                 continue
             predictor.follow(row)
-            found = predictor.drafts(num_known(row) + 1 - predictor.num_tokens, min(share, most_drafts(row)))
+            found = predictor.drafts(num_known(row) + 1 - len(predictor.tokens), min(share, most_drafts(row)))
             if found is not None:
                 drafts[row] = found
         candidates = [Candidate(found.chances, most_drafts(row)) for row, found in drafts.items()]

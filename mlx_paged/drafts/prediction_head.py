@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..engine.hidden_states import MOST_POSITIONS, HiddenStates
-from ..engine.proposer import NextTokens, Proposal, num_known
+from ..engine.interfaces import NextTokens, Proposal, num_known
 from ..engine.request import Request
 from ..prefix.prefix_cache import SharedPrefixes
 from .depth import TRIAL_CONTEXT, Depth
@@ -17,7 +17,7 @@ from .draft_model import MOST_BEHIND, DraftModel, Span
 
 class PredictionHead(DraftModel):
     """Proposes tokens of a prediction head: a layer that takes a token and the model's last hidden state of the token
-    before it. A :class:`mlx_paged.engine.proposer.Proposer`.
+    before it. A :class:`mlx_paged.engine.interfaces.Proposer`.
 
     The head's keys and values are paged like those of a draft model. For the row's tokens they come from the model's
     hidden states; for drafts from the head's own output, and are dropped when the draft is verified. In a prefix that
@@ -57,7 +57,7 @@ class PredictionHead(DraftModel):
     def propose(
         self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
-        """See :meth:`..engine.proposer.Proposer.propose`."""
+        """See :meth:`..engine.interfaces.Proposer.propose`."""
         self.hidden.kept = MOST_POSITIONS if self.depth.pays else TRIAL_CONTEXT  # unread ones take memory
         return super().propose(rows, inputs, vocab_size, is_alone=is_alone)
 

@@ -1,21 +1,23 @@
-"""CompiledStep: a decode step of a whole model, traced once and run again; its layers, rows and shapes."""
+"""CompiledStep: a decode step of a whole model, traced once and run again. ModelState: what its traces have read."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import getitem, is_, itemgetter
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..attention import dispatch
 from ..by_model import ByModel
 from ..cache.batch import Batch, NotCompilable, NotPackableError
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
+from ..cache.layer_cache import LayerCache
 from ..cache.packed_states import with_arrays
-from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.placeholders import PlaceholderBatch, PlaceholderTokens
 from ..cache.sequence import SequenceTables
 from ..errors import GeometryError, check_device
@@ -26,7 +28,6 @@ from ..kv.block_table import BlockTable
 from ..kv.device_blocks import DeviceBlocks
 from ..kv.new_tokens import rounded_up, table_width
 from ..kv.pool import BlockPool
-from .model_state import ModelState
 
 
 def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
@@ -35,7 +36,7 @@ def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
     paged: list[Any] = []
     states: list[Any] = []
     for cache in leaves(caches):
-        if _rows_behind(cache) is not None:
+        if isinstance(cache, LayerCache):
             paged.append(cache)
             continue
         arrays = getattr(cache, "cache", None)
@@ -49,16 +50,10 @@ def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
 
 def rows_of(caches: Sequence[Any]) -> Batch | SequenceTables | None:
     """Return the rows of these paged caches; None unless all have the same rows and they cover the pool's layers."""
-    rows = _rows_behind(caches[0]) if caches else None
-    if rows is None or len(caches) != rows.num_layers or any(_rows_behind(cache) is not rows for cache in caches):
+    rows: Batch | SequenceTables | None = caches[0].rows if caches else None
+    if rows is None or len(caches) != rows.num_layers or any(cache.rows is not rows for cache in caches):
         return None
     return rows
-
-
-def _rows_behind(cache: Any) -> Batch | SequenceTables | None:
-    if isinstance(cache, PagedBatchKVCache):
-        return cache.batch
-    return cache.sequence if isinstance(cache, PagedKVCache) else None
 
 
 # Takes the model, tokens [B, 1] and, as keyword, the `cache` of its layers; returns logits [B, 1, vocab].
@@ -74,6 +69,121 @@ MOST_TRACES = 256  # kept, least recently used ones dropped; counts of uncompile
 # Sizes of a pool whose traces are kept. Tensors go with the last sequence, and the next one needs one of a few sizes.
 KEPT_SIZES = 4
 compile_function: Callable[[Any], Any] = mx.compile
+
+
+class Member(NamedTuple):
+    """A value in a model: ``holder[key]``. Holders are modules, dicts and lists."""
+
+    holder: Any
+    key: Any
+    value: Any
+
+
+class ModelState:
+    """What a trace has of a model: its modules, dicts and lists, and the arrays in them.
+
+    It is compared with the model before every decode step, by identity, in a few flat passes that run in C. A replaced
+    array, module, layer or class is noticed; a changed plain attribute of a module (a factor, a flag) is not: see
+    :func:`mlx_paged.retrace`. Arrays that the model itself assigns in a step are not compared (Gemma 3n clips some
+    weights in each). It keeps the arrays alive, and no module.
+
+    Args:
+        model: a tree of modules, dicts and lists.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        members = list(_members_of(model))
+        inner = [member for member in members if isinstance(member.value, dict | list)]
+        holders = {id(each): each for each in [model, *(member.value for member in inner)]}
+        modules = [each for each in holders.values() if isinstance(each, nn.Module)]
+        # Modules are referenced weakly. Other dicts and lists cannot be: they are looked up in their holders.
+        plain = {id(member.value): member for member in inner if not isinstance(member.value, nn.Module)}
+        containers = [*modules, *(member.value for member in plain.values())]
+        numbers = {id(each): number for number, each in enumerate(containers)}
+        arrays = [member for member in members if isinstance(member.value, mx.array)]
+        self.arrays = [member.value for member in arrays]
+        self._modules = list(map(weakref.ref, modules))
+        self._plain = [(numbers[id(member.holder)], member.key) for member in plain.values()]
+        self._types = list(map(type, containers))
+        self._lengths = list(map(len, containers))
+        self._inner = _Places(inner, numbers)
+        self._inner_then = _picker([numbers[id(member.value)] for member in inner])
+        self._arrays = _Places(arrays, numbers)
+        self._assigned: list[int] = []  # numbers of arrays that the model itself assigns
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Return whether this is what the model is made of at present."""
+        try:
+            containers = self._containers()
+            arrays = list(self._arrays.values(containers))
+            for number in self._assigned:
+                arrays[number] = self.arrays[number]
+            return (
+                containers[0] is model
+                and list(map(type, containers)) == self._types
+                and list(map(len, containers)) == self._lengths
+                and all(map(is_, self._inner.values(containers), self._inner_then(containers)))
+                and all(map(is_, arrays, self.arrays))
+            )
+        except (LookupError, TypeError):  # something is gone
+            return False
+
+    def put_back(self) -> None:
+        """Put back the arrays that the model has assigned while a step was traced, and compare them no more."""
+        containers = self._containers()
+        for number, array in enumerate(self._arrays.values(containers)):
+            if array is not self.arrays[number]:
+                self._arrays.assign(containers, number, self.arrays[number])
+                self._assigned.append(number)
+
+    def _containers(self) -> list[Any]:
+        """Return the present modules, dicts and lists. Raises LookupError or TypeError if one is gone."""
+        containers: list[Any] = [module() for module in self._modules]
+        for holder, key in self._plain:
+            containers.append(containers[holder][key])
+        return containers
+
+
+class _Places:
+    """Places of some values in a model: container and key.
+
+    Args:
+        members: the values.
+        numbers: number of each container, by id.
+    """
+
+    def __init__(self, members: Sequence[Member], numbers: dict[int, int]) -> None:
+        self._numbers = [numbers[id(member.holder)] for member in members]
+        self._owners = _picker(self._numbers)
+        self._keys = [member.key for member in members]
+
+    def values(self, containers: list[Any]) -> Iterable[Any]:
+        """Return the present values. Iterating over them raises LookupError if one is missing."""
+        return map(getitem, self._owners(containers), self._keys)
+
+    def assign(self, containers: list[Any], number: int, value: Any) -> None:
+        """Put a value in one of the places."""
+        holder = containers[self._numbers[number]]
+        (dict if isinstance(holder, dict) else list).__setitem__(holder, self._keys[number], value)
+
+
+def _picker(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return a function from a list to its items at these indices."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: [values[index] for index in indices]
+
+
+def _members_of(model: nn.Module) -> Iterator[Member]:
+    """Yield every value in a model's modules, dicts and lists; one that is held in several places, at each of them."""
+    seen = {id(model)}
+    holders: list[Any] = [model]
+    for holder in holders:  # grows meanwhile
+        for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+            yield Member(holder, key, value)
+            if isinstance(value, dict | list) and id(value) not in seen:
+                seen.add(id(value))
+                holders.append(value)
 
 
 class StepShapes(NamedTuple):
@@ -179,8 +289,7 @@ class CompiledStep:
         parts = self._parts_of(caches)
         if self.failure is not None or parts is None:
             return None
-        rows = _rows_behind(parts[0][0])
-        assert rows is not None
+        rows: Batch | SequenceTables = parts[0][0].rows
         if (len(rows) if isinstance(rows, Batch) else 1) != tokens.shape[0]:
             return None
         pool = rows.pool
@@ -282,7 +391,9 @@ class CompiledStep:
     def retrace(self) -> None:
         """Drop all traces, and the arrays in them; steps are traced again."""
         self._state = None
-        self._drop_traces()
+        self._of_sizes.clear()
+        self._of_sizes[self._size] = self._functions = OrderedDict()
+        self._uncompiled.clear()
 
     def _use_size(self, pool: BlockPool) -> None:
         """Use the traces for the pool's present size, and drop those for sizes that it had long ago."""
@@ -292,11 +403,6 @@ class CompiledStep:
             self._of_sizes.move_to_end(size)
             if len(self._of_sizes) > KEPT_SIZES:
                 self._of_sizes.popitem(last=False)
-
-    def _drop_traces(self) -> None:
-        self._of_sizes.clear()
-        self._of_sizes[self._size] = self._functions = OrderedDict()
-        self._uncompiled.clear()
 
     def _function_for(self, shapes: StepShapes) -> Callable[..., Any] | None:
         """Return the compiled function of these shapes; None if the step has to run uncompiled, as they have not come
@@ -337,7 +443,7 @@ class CompiledStep:
         own_states = []
         of_states = iter(states)
         for cache in leaves(self._caches):
-            if _rows_behind(cache) is not None:
+            if isinstance(cache, LayerCache):
                 parts.append(PagedBatchKVCache(batch, cache.layer))
                 continue
             parts.append(with_arrays(cache, next(of_states)))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import check_device
+
+if TYPE_CHECKING:  # only a request's attributes are used here
+    from .request import Request
 
 ALL = np.uint32(0xFFFFFFFF)
 
@@ -48,17 +51,8 @@ class Constraining(Protocol):
         """Return the constraint at the beginning of an answer."""
 
 
-class Constrained(Protocol):
-    """What :func:`constrain` reads of a batch's row; see :class:`.request.Request`."""
-
-    grammar: Constraint | None
-    source: list[int]
-    prompt_length: int
-    logits: Any
-
-
 def constrain(
-    logits: mx.array, rows: Sequence[Constrained], inputs: Sequence[int], *, is_timed: bool = True
+    logits: mx.array, rows: Sequence[Request], inputs: Sequence[int], *, is_timed: bool = True
 ) -> tuple[mx.array, dict[int, Exception]]:
     """Return the logits ``[B, vocab]`` with minus infinity for tokens that a row's grammar forbids, and by index the
     errors of rows whose grammar raised; these rows are unchanged.

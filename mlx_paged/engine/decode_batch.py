@@ -13,13 +13,10 @@ import mlx.core as mx
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from .constraint import constrain
-from .peers import ALONE, Peers
-from .proposer import Proposer
-from .request import Request
-from .runner import Rows, Runner
+from .interfaces import ALONE, Peers, Proposer, Upstream
+from .model_call import ModelCall
+from .request import Request, TokenLogits
 from .sampling.token_choice import Choice, Places, TokenChoice
-from .step_logits import StepLogits, TokenLogits
-from .upstream import Upstream
 
 KEPT_STEPS = 2  # latest steps whose logits stay whole for tokens that callers hold; older tokens get a copied row
 
@@ -47,6 +44,7 @@ class DecodeBatch:
             slower, but correct for every model: offsets are numbers.
 
     Attributes:
+        forward: the model, whose errors end all peers.
         inputs: next token of each row, not delivered yet, ``[B]``.
         failed: errors of rows' grammars, processors and samplers.
         proposer: proposes drafts; None: there are none.
@@ -59,7 +57,7 @@ class DecodeBatch:
         self.peers = peers
         self.upstream = upstream
         self.takes_rows = takes_rows
-        self.runner = Runner(peers.guarded(model))
+        self.forward = peers.guarded(model)
         self.rows: list[Request] = []
         self.members: set[Request] = set()
         self.failed: list[tuple[Request, Exception]] = []
@@ -67,7 +65,7 @@ class DecodeBatch:
         self.proposer: Proposer | None = None
         self.inputs = mx.zeros(0, mx.uint32)
         self.states: list[Any] = []
-        self._call: Rows | None = None  # of the present rows
+        self._call: ModelCall | None = None  # of the present rows
         self._unpaged: list[Any] = []  # all caches without blocks, which each step changes
         self._has_grammars = False
         self._delivered: deque[list[weakref.ref[TokenLogits]]] = deque()  # logits of the last steps' tokens
@@ -189,37 +187,37 @@ class DecodeBatch:
         """
         self.detach_old_logits()
         if self._call is None:
-            self._call = Rows(self.rows, states=self.states, together=self.takes_rows)
+            self._call = ModelCall(self.rows, states=self.states, together=self.takes_rows)
         inputs = self.inputs
-        logits = self.runner.run(self._call, inputs)
+        logits = self._call.run(self.forward, inputs)
         for cache in self.states:
             if isinstance(cache, self.upstream.state_cache) and cache.left_padding is not None:
                 cache.finalize()  # nothing is padded; the graph of the counter would grow by a node each step
         choice = self.choose(self.rows, logits, inputs)
         self.inputs = choice.tokens
         self.failed += [(self.rows[index], error) for index, error in choice.broken.items()]
-        return self.deliver(self.rows, choice.inputs or _as_ints(inputs), choice.step, range(len(self.rows)))
+        return self.deliver(self.rows, choice.inputs or _as_ints(inputs), choice.logits, range(len(self.rows)))
 
     def deliver(
-        self, rows: Sequence[Request], tokens: Sequence[int], step: StepLogits, places: Sequence[int]
+        self, rows: Sequence[Request], tokens: Sequence[int], logits: mx.array, places: Sequence[int]
     ) -> list[Delivery]:
         """Deliver a step's input tokens, except the last tokens of prompts, and update the rows.
 
         Args:
             rows: the row of each token; one with drafts may come several times.
             tokens: the input tokens.
-            step: logits that their next tokens are chosen from.
-            places: index of each token in the step.
+            logits: those that their next tokens are chosen from.
+            places: index of each token's logits.
         """
         deliveries = []
         for row, token, place in zip(rows, tokens, places, strict=True):
-            if (logits := row.logits) is not None:
+            if row.logits is not None:
                 row.source.append(token)
-                deliveries.append(Delivery(row, token, logits))
-            row.logits = TokenLogits(step, place)
+                deliveries.append(Delivery(row, token, row.logits))
+            row.logits = TokenLogits(logits, place)
             row.undelivered = None
             row.confirmed, row.length = row.length, row.kept + len(row.source)
-        self._delivered.append([weakref.ref(logits) for _, _, logits in deliveries])
+        self._delivered.append([weakref.ref(each.logits) for each in deliveries])
         return deliveries
 
     def detach_old_logits(self, *, all_steps: bool = False) -> None:

@@ -8,14 +8,14 @@ from itertools import accumulate, chain
 
 import mlx.core as mx
 
-from ..cache.batch import NotPackableError
+from ..cache.batch import NoBlocksError, NotPackableError
 from ..cache.packed_states import PackedStates
 from ..kv.pool import BlockPool
 from ..warn import warn_once
 from .decode_batch import DecodeBatch, Delivery
-from .proposer import NextTokens, Proposal, Proposer
+from .interfaces import NextTokens, Proposal, Proposer
+from .model_call import ModelCall
 from .request import Request
-from .runner import NoBlocksError, Rows
 from .sampling.token_choice import Places
 from .scheduler import Growth
 
@@ -80,10 +80,10 @@ class DraftSteps:
         counts = [1 + count for count in proposal.counts]
         if not self._has_room([*zip(batch.rows, counts, strict=True), *others]):
             return None
-        rows, tokens = Rows(batch.rows, counts, states=batch.states, as_rows=True), self._inputs(proposal, known)
+        call, tokens = ModelCall(batch.rows, counts, states=batch.states, as_rows=True), self._inputs(proposal, known)
         traces = self.pool.traces
         try:
-            logits = batch.runner.run(rows, tokens)
+            logits = call.run(batch.forward, tokens)
         except NoBlocksError:
             return None
         except NotPackableError as error:
@@ -91,7 +91,7 @@ class DraftSteps:
             batch.proposer = None
             warn_once(f"drafts are switched off for models of {type(batch.model).__module__}: {error}")
             return None
-        self._states = rows.states
+        self._states = call.states
         return self._deliver(tokens, logits, counts, is_new=self.pool.traces > traces)
 
     def finish(self, unwanted: Mapping[Request, int]) -> None:
@@ -150,7 +150,10 @@ class DraftSteps:
             taken.append(accepted)
             first += count
         deliveries = batch.deliver(
-            [owners[place] for place in places_kept], [given[place] for place in places_kept], choice.step, places_kept
+            [owners[place] for place in places_kept],
+            [given[place] for place in places_kept],
+            choice.logits,
+            places_kept,
         )
         self._kept = [1 + accepted for accepted in taken]
         self._keep_states()

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.batch import NoBlocksError
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..device import confirm
@@ -20,6 +21,7 @@ from ..prefix.prefix_cache import SharedPrefixes
 from ..warn import warn_once
 from .decode_batch import DecodeBatch, Delivery
 from .draft_steps import NO_DRAFTS_REASON, DraftSteps
+from .interfaces import Proposer, TokenResponse
 from .memory import RequestMemory
 from .prefill import (
     IN_PLACE_STEP_TOKENS,
@@ -35,13 +37,9 @@ from .prefill import (
     most_step_tokens,
     packs_by_default,
 )
-from .proposer import Proposer
-from .request import Request, sequence_of
-from .runner import NoBlocksError
+from .request import Request, TokenLogits, sequence_of
 from .scheduler import Chunk, ScheduledStep, Scheduler
 from .sharing import Sharing
-from .step_logits import TokenLogits
-from .upstream import TokenResponse
 
 CLEAR_AFTER_PREFILLS = 8  # prefill steps, of different sizes, between clearings of MLX's buffer cache
 # Up to 1/64 of the device's memory stays in that cache: on CUDA clearing it stops the device for 10 ms.
@@ -126,7 +124,7 @@ class Engine:
         pace: PrefillPace | None = None
         if self.peers.is_alone and (bounded or self._is_on_metal or (self.packs and on_metal())):
             pace = PrefillPace(prefill_latency, self.scheduler.most_tokens)
-        self.prefill = Prefill(batch.model, batch.runner, in_place=self.in_place, packs=self.packs, pace=pace)
+        self.prefill = Prefill(batch, in_place=self.in_place, packs=self.packs, pace=pace)
         self._prefill_steps = 0
         info = mx.device_info()
         self._most_cached_bytes = int(info.get("memory_size") or info.get("total_memory") or 0) // BUFFER_CACHE_SHARE
@@ -268,7 +266,7 @@ class Engine:
             try:
                 deliveries = self.batch.step()
             except NoBlocksError as lack:
-                self._make_room(lack)
+                self._make_room(self.batch.rows[lack.row], lack.error)
         return deliveries or []
 
     def _prefill(self, chunks: Sequence[Chunk], prompts: list[Any]) -> None:
@@ -293,14 +291,14 @@ class Engine:
             mx.clear_cache()
         self.counters.prompt_time += time.perf_counter() - begin
 
-    def _make_room(self, lack: NoBlocksError) -> None:
+    def _make_room(self, request: Request, error: Exception) -> None:
         """Make room for a request that found no block, because others have taken one that the plan had counted on:
         drop a finished request's cache, or preempt the last running request. Otherwise the request fails."""
         if not (
-            isinstance(lack.error, PoolExhaustedError)
+            isinstance(error, PoolExhaustedError)
             and (self.memory.drop_finished() or self.scheduler.preempt_for(self.scheduler.running[0]))
         ):
-            self._fail(lack.request, lack.error)
+            self._fail(request, error)
 
     # Deliver --------------------------------------------------------------------------------------------------
 

@@ -21,18 +21,14 @@ class HiddenSpan(NamedTuple):
     Attributes:
         begin: the first position.
         end: the position after the last one.
-        array: ``[T, hidden]``, whose rows they are among.
-        row: row of the first one in ``array``.
+        array: ``[T, hidden]`` of a call.
+        row: index in ``array`` of position 0, as if the call had computed all before.
     """
 
     begin: int
     end: int
     array: mx.array
     row: int
-
-    def part(self, begin: int, end: int) -> mx.array:
-        """Return the hidden states of positions ``begin`` to ``end``."""
-        return self.array[self.row + begin - self.begin : self.row + end - self.begin]
 
 
 class HiddenStates:
@@ -73,12 +69,9 @@ class HiddenStates:
                 spans.clear()
             elif spans and spans[-1].end > begin:
                 spans[-1] = spans[-1]._replace(end=begin)
-            span = HiddenSpan(begin, begin + count, hidden, row)
-            if count > MOST_POSITIONS:
-                span = HiddenSpan(span.end - MOST_POSITIONS, span.end, hidden, row + count - MOST_POSITIONS)
-                spans.clear()
-            spans.append(span)
-            self.drop(sequence, span.end - self.kept)
+            end = begin + count
+            spans.append(HiddenSpan(max(begin, end - MOST_POSITIONS), end, hidden, row - begin))
+            self.drop(sequence, end - self.kept)
             row += count
 
     def drop(self, sequence: SequenceTables, begin: int) -> None:
@@ -99,7 +92,7 @@ class HiddenStates:
             if span.end <= begin:
                 break
             if span.begin < end:
-                found.append(span.part(max(begin, span.begin), min(end, span.end)))
+                found.append(span.array[span.row + max(begin, span.begin) : span.row + min(end, span.end)])
         unknown = end - begin - sum(map(len, found))
         if unknown:
             found.append(mx.zeros((unknown, found[0].shape[1]), found[0].dtype))

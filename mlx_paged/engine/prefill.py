@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..by_model import ByModel
-from ..cache.batch import NotPackableError
+from ..cache.batch import NoBlocksError, NotPackableError
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import device_failed
@@ -19,8 +19,9 @@ from ..kernels.availability import on_metal, packs_prompts
 from ..kernels.fused_attention import has_nax, least_fused_queries
 from ..kv.pool import BlockPool
 from ..warn import warn_once
+from .decode_batch import DecodeBatch
+from .model_call import ModelCall
 from .request import Request
-from .runner import NoBlocksError, Rows, Runner
 from .scheduler import Chunk, ChunkCap
 
 LATENCY_MS = 500  # default time for the prompts of a step beside requests that decode or wait
@@ -108,19 +109,17 @@ class Prefill:
     padding and with MLX's fused causal attention.
 
     Args:
-        model: the model.
-        runner: calls it.
+        batch: the decode batch, whose model computes the prompts, too.
         in_place: the caches' blocks are a device's.
         packs: all chunks of a step go through the model together, as a pack.
         pace: follows the time that chunks take; None: nothing does.
     """
 
     def __init__(
-        self, model: Any, runner: Runner, *, in_place: bool, packs: bool = False, pace: PrefillPace | None = None
+        self, batch: DecodeBatch, *, in_place: bool, packs: bool = False, pace: PrefillPace | None = None
     ) -> None:
-        self.model, self.runner = model, runner
-        self.in_place, self.pace = in_place, pace
-        self.packs = packs and _not_packed.get(model) is None
+        self.batch, self.in_place, self.pace = batch, in_place, pace
+        self.packs = packs and _not_packed.get(batch.model) is None
         self._under_way: list[mx.array] = []  # fences of the last chunks
         # Requests of the last chunks, and the lengths these lead to. Weak: they may finish before the next ones.
         self._launched: list[tuple[weakref.ref[Request], int]] = []
@@ -129,7 +128,7 @@ class Prefill:
     def compute(
         self,
         chunks: Sequence[Chunk],
-        make_room: Callable[[NoBlocksError], None],
+        make_room: Callable[[Request, Exception], None],
         fail: Callable[[Sequence[Request], Exception], None],
     ) -> list[Request]:
         """Compute chunks of running requests. Returns the requests that succeeded, with their new length. If blocks are
@@ -152,13 +151,15 @@ class Prefill:
             try:
                 self._run(call, requests)
             except NoBlocksError as lack:
-                make_room(lack)
+                make_room(requests[lack.row], lack.error)
                 calls.appendleft(call)
                 continue
             except NotPackableError as error:
                 self.packs = False
-                _not_packed.put(self.model, str(error))
-                warn_once(f"prompts are prefilled one at a time for models of {type(self.model).__module__}: {error}")
+                _not_packed.put(self.batch.model, str(error))
+                warn_once(
+                    f"prompts are prefilled one at a time for models of {type(self.batch.model).__module__}: {error}"
+                )
                 calls.extendleft([[chunk] for chunk in reversed(call)])
                 continue
             except Exception as error:
@@ -182,10 +183,10 @@ class Prefill:
 
     def _run(self, call: Sequence[Chunk], requests: Sequence[Request]) -> None:
         """Build the model call of some chunks, one chunk only unless as a pack."""
-        rows = Rows(requests, [num_tokens for _, num_tokens in call], together=self._is_pack(call))
+        made = ModelCall(requests, [num_tokens for _, num_tokens in call], together=self._is_pack(call))
         tokens = [token for request, num_tokens in call for token in request.next_tokens(num_tokens)]
-        self.runner.run(rows, mx.array(tokens, mx.uint32))
-        rows.keep_states()
+        made.run(self.batch.forward, mx.array(tokens, mx.uint32))
+        made.keep_states()
         if not self.in_place:  # states, which have no fence
             mx.eval([cache.state for request in requests for cache in request.caches or ()])
 

@@ -1,4 +1,4 @@
-"""Request: one sequence to be computed, from insertion to its last token."""
+"""Request: one sequence to be computed, from insertion to its last token. TokenLogits: what a token is chosen from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,35 @@ from ..cache.sequence import SequenceTables
 from ..kv.block_table import BlockTable
 from .constraint import Constraining
 from .sampling.params import SamplingParams
-from .step_logits import Sampler, TokenLogits
+
+Sampler = Callable[[mx.array], mx.array]
+
+
+class TokenLogits:
+    """The logits that a token is chosen from: one row of a step's ``[B, vocab]``. Log-probabilities are computed on
+    request. The rows of a step share memory: to keep one for longer, copy it (:meth:`detach`)."""
+
+    __slots__ = ("__weakref__", "_index", "_is_detached", "_logits")
+
+    def __init__(self, logits: mx.array, index: int) -> None:
+        self._logits, self._index = logits, index
+        self._is_detached = False
+
+    def logprobs(self) -> mx.array:
+        """Return the log-probabilities ``[vocab]``."""
+        return normalised(self._logits[self._index])
+
+    def detach(self) -> None:
+        """Copy the row, and drop the reference to the others."""
+        if not self._is_detached:
+            row = mx.contiguous(self._logits[self._index : self._index + 1])
+            self._logits, self._index, self._is_detached = row, 0, True
+            mx.async_eval(row)
+
+
+def normalised(logits: mx.array) -> mx.array:
+    """Return log-probabilities of logits ``[..., vocab]``."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 class RequestOptions(NamedTuple):

@@ -13,9 +13,8 @@ from mlx.utils import tree_flatten
 
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
-from ..prefix.entry import Match
+from ..prefix.entry import Match, SavedStates
 from ..prefix.prefix_cache import SharedPrefixes
-from ..prefix.states import SavedStates
 from .request import Request
 
 _Start = tuple[Hashable, tuple[int, ...]]  # the salt, and the tokens of the first block

@@ -16,9 +16,8 @@ from ..kernels.launch_shape import MAX_QUERY_LENGTH, unsupported
 from ..kernels.prefill import prepare_prefill
 from ..kernels.quantized import PageShape, new_blocks, rotate
 from ..kernels.shared_runs import SharedCut, cut_of
-from .attention_params import AttentionParams, QueryHeads, Window
 from .block_table import BlockTable
-from .geometry import Geometry
+from .geometry import AttentionParams, Geometry, QueryHeads, Window
 from .new_tokens import NewTokens, padded_gathered_slots
 
 NO_BLOCKS = mx.array(np.zeros((0,), np.float32))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,12 +12,10 @@ import mlx.core as mx
 from ..errors import ConfigError, GeometryError
 from ..warn import warn_once
 from .allocator import NULL_BLOCK, BlockAllocator
-from .attention_params import QueryHeads, Window
 from .block_table import BlockTable
-from .blocks import Blocks, BlocksChoice, ChooseBlocks, HeldArrays
-from .choice import host_blocks
+from .blocks import Blocks, BlocksChoice, ChooseBlocks, host_blocks
 from .device_blocks import DeviceBlocks
-from .geometry import Geometry, PageFormat
+from .geometry import Geometry, PageFormat, QueryHeads, Window
 from .host_blocks import HostBlocks
 from .new_tokens import NewTokens, padded_slots
 
@@ -101,6 +101,31 @@ def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
             raise ConfigError(f"window must be at least 1, got {group.window}")
         if group.stride not in (1, group.window):
             raise ConfigError(f"stride must be 1 or equal to window ({group.window}), got {group.stride}")
+
+
+class HeldArrays:
+    """Pairs of keys and values that attention has not used, because it read the blocks instead. They are mostly dropped
+    at once; pairs that a caller still holds are computed before the next write to the pool, and before the thread that
+    has built them releases the pool's lock.
+
+    Attributes:
+        pairs: weak references to them.
+        local: ``has_written`` if the thread has written to the pool before.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[weakref.ref[mx.array], weakref.ref[mx.array]]] = []
+        self.local = threading.local()
+
+    def add(self, keys: mx.array, values: mx.array) -> None:
+        """Note a pair."""
+        self.pairs.append((weakref.ref(keys), weakref.ref(values)))
+
+    def compute(self) -> None:
+        """Compute the pairs that are still held."""
+        if self.pairs:
+            pairs, self.pairs = self.pairs, []
+            mx.eval([array for pair in pairs for ref in pair if (array := ref()) is not None])
 
 
 class Group:

@@ -6,6 +6,8 @@ import functools
 import itertools
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -13,14 +15,16 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import mlx.core as mx
 
 from ..errors import DeviceWatch, check_device
-from .blocks import HeldArrays
-from .group import Group
-from .owners import BlockOwners, TableLock
+from .block_table import BlockTable
+from .group import Group, HeldArrays
 
 P = ParamSpec("P")
 R = TypeVar("R")
 GLANCE_SECONDS = 0.02  # to wait for the lock; a thread that holds it longer is computing, and changes little
 GLANCES = 5
+# Tensors of so many bytes go back to the system when they are dropped; smaller ones stay in MLX's cache, where the next
+# sequence finds them.
+RETURNED_BYTES = 64 << 20
 
 _numbers = itertools.count()
 
@@ -41,13 +45,29 @@ class _ThreadState(threading.local):
 _thread = _ThreadState()
 
 
+class _EvenIfLost:
+    """A pool's lock for changes of tables, which are possible after an error of the device, too."""
+
+    def __init__(self, lock: PoolLock) -> None:
+        self._lock = weakref.ref(lock)
+
+    def __enter__(self) -> bool:
+        lock = self._lock()
+        return lock is not None and lock.enter()
+
+    def __exit__(self, *given: object) -> None:
+        if (lock := self._lock()) is not None:
+            lock.__exit__(*given)
+
+
 class PoolLock:
     """A re-entrant lock, as a context manager (docs/adr/0093). It is held through a generator's step, an engine's step
     (both are :class:`HeldLocks`), or a bare call.
 
     MLX computes what a thread has built in that thread only: lazy writes left in a pool could not be computed by the
     next thread, nor by any once their own has ended. So at the outermost exit everything in the pool is computed or
-    being computed; and if nothing in the pool is held any more, its tensors are dropped.
+    being computed; blocks of tables that were dropped meanwhile are released; and if nothing in the pool is held any
+    more, its tensors are dropped.
 
     A thread that waits gets the lock before the thread that releases it can take it again. Several pools are taken in
     the order of their numbers, so that threads never wait for each other in a circle.
@@ -61,7 +81,7 @@ class PoolLock:
         owner: the thread that holds it, or 0.
         is_dirty: whether tensors have been read or written since it was taken.
         held_arrays: as given.
-        owners: those who hold the pool's blocks.
+        abandoned: block ids, by group, of dropped tables, to be released by the next thread that holds the lock.
         device: raises after an error of the device: what is in the tensors is lost.
         even_if_lost: the lock for changes of tables, which can be released all the same.
     """
@@ -73,8 +93,12 @@ class PoolLock:
         self.held_arrays = held_arrays
         self.device = DeviceWatch()
         self._groups = groups
-        self.even_if_lost = TableLock(self)
-        self.owners = BlockOwners(groups, self.even_if_lost)
+        self.even_if_lost = _EvenIfLost(self)
+        self.abandoned: deque[Sequence[Sequence[int]]] = deque()
+        # Block ids of all tables that have not been released, by identity of the list, with the table. Includes those
+        # of tables that some thread is just dropping. Other threads add tables without the lock, so it is copied before
+        # it is iterated.
+        self._tables: dict[int, tuple[list[list[int]], weakref.ref[BlockTable]]] = {}
         self._lock, self._gate = threading.RLock(), threading.RLock()
         self._depth = 0
 
@@ -126,11 +150,11 @@ class PoolLock:
         finally:
             self._depth = 1  # it is taken again meanwhile
             try:
-                self.owners.settle()
+                self._settle()
             finally:
                 self.is_dirty, self.owner, self._depth = False, 0, 0
                 self._lock.release()
-            if self.owners.has_abandoned:  # by a finalizer in between, which could not take the lock
+            if self.abandoned:  # by a finalizer in between, which could not take the lock
                 self.visit()
 
     def _compute(self, *, wait: bool) -> None:
@@ -148,6 +172,54 @@ class PoolLock:
                 return  # the device has failed before, which was raised then
             check_device(error)
             raise
+
+    # Tables ---------------------------------------------------------------------------------------------------
+
+    def add_table(self, table: BlockTable) -> None:
+        """Register a table until it is removed; if it is dropped instead, a finalizer returns its blocks. Does not need
+        the lock."""
+        self._tables[id(table.block_ids)] = (table.block_ids, weakref.ref(table))
+        weakref.finalize(table, _abandon, weakref.ref(self), table.block_ids).atexit = False
+
+    def remove_table(self, table: BlockTable) -> None:
+        """Unregister a table that was released."""
+        self._tables.pop(id(table.block_ids), None)
+
+    def tables(self) -> list[BlockTable]:
+        """Return the tables that are alive."""
+        return [table for _, ref in list(self._tables.values()) if (table := ref()) is not None]
+
+    def lists(self, group: int) -> list[list[int]]:
+        """Return the block ids of all tables of a group that have not been released, those being dropped included."""
+        return [block_ids[group] for block_ids, _ in list(self._tables.values())]
+
+    def abandon(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """Release these blocks, listed by group. For finalizers, which run at any point of any thread, so it never
+        waits: a thread that holds the lock does it instead."""
+        self.abandoned.append(block_ids)
+        self.visit()
+
+    def collect(self) -> None:
+        """Release the blocks of dropped tables; call it before counting free blocks."""
+        if not self.abandoned:
+            return
+        with self.even_if_lost:
+            while self.abandoned:
+                for group, block_ids in zip(self._groups, self.abandoned[0], strict=True):
+                    group.allocator.release(block_ids)
+                self._tables.pop(id(self.abandoned.popleft()), None)
+
+    def _settle(self) -> None:
+        """Release the blocks of dropped tables. If no block is held any more, drop all tensors. Computes nothing."""
+        self.collect()
+        if any(group.allocator.num_live for group in self._groups):
+            return
+        num_bytes = sum(group.bytes_reserved for group in self._groups)
+        for group in self._groups:
+            if group.allocator.num_blocks > 1 or group.has_tensors:
+                group.drop()
+        if num_bytes >= RETURNED_BYTES:
+            mx.clear_cache()
 
     def visit(self) -> None:
         """Take and release the lock, unless a thread holds it, so that abandoned blocks are released. Never waits, not
@@ -181,6 +253,12 @@ class PoolLock:
             except (RuntimeError, LookupError):  # something has changed its size
                 time.sleep(0.001)
         return read(False)
+
+
+def _abandon(lock: weakref.ref[PoolLock], block_ids: Sequence[Sequence[int]]) -> None:
+    """Release the blocks of a table that was dropped, unless the pool is gone."""
+    if (alive := lock()) is not None:
+        alive.abandon(block_ids)
 
 
 def _give_way(number: int) -> None:

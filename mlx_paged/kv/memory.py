@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ConfigError, PoolExhaustedError
 from .allocator import NULL_BLOCK, SPACING
-from .attention_params import QueryHeads
-from .geometry import Geometry
+from .geometry import Geometry, QueryHeads
 from .group import Group
 from .lock import PoolLock
-from .owners import BlockOwners
 
 UNLIMITED = 1 << 62
 # Layers with a sliding window may take what this many sequences need, each while it takes this many tokens at a time:
@@ -49,16 +48,44 @@ def divided(groups: Sequence[Group], budget: int) -> list[int]:
     ]
 
 
-class PoolMemory:
-    """The budget that a pool's groups divide, and the sizes of their tensors. Tensors grow, and are dropped as a whole
-    when no block is held (:meth:`BlockOwners.settle`); blocks never move.
+class BlockHolder(Protocol):
+    """A cache that counts in a pool's budget and frees blocks on request (see :meth:`PoolMemory.add_holder`). Called
+    under the pool's lock.
 
-    Call :meth:`grow` and :meth:`fix_geometry` only with the lock, after :meth:`BlockOwners.collect`.
+    Attributes:
+        evictions: blocks this holder has freed so far, to make room, by age or by a limit.
+        hit_tokens: tokens that sequences took from it instead of computing them.
+    """
+
+    evictions: int
+    hit_tokens: int
+
+    def held(self, group: int) -> Iterable[Sequence[int]]:
+        """Return the blocks of the group that it holds, each once per reference."""
+
+    def reclaimable(self, group: int, enough: int | None = None) -> int:
+        """Return how many blocks of the group :meth:`evict` could free now; counting may stop at ``enough``."""
+
+    def evict(self, group: int, num_blocks: int) -> int:
+        """Drop references so that ``num_blocks`` blocks of the group become free. Returns how many did."""
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states that it holds and :meth:`evict_states` could free."""
+
+    def evict_states(self, num_bytes: int) -> int:
+        """Drop states of at least ``num_bytes`` bytes. Returns how many bytes were freed."""
+
+
+class PoolMemory:
+    """The budget that a pool's groups divide, the sizes of their tensors, and the prefix caches that free blocks.
+    Tensors grow, and are dropped as a whole when no block is held (:class:`.lock.PoolLock`); blocks never move.
+
+    Call :meth:`grow` and :meth:`fix_geometry` only with the lock, after :meth:`PoolLock.collect`.
 
     Args:
         groups: the groups that share the budget.
         budget: most bytes that their tensors, and states, may take.
-        owners: the owners of their blocks.
         lock: the pool's lock.
 
     Attributes:
@@ -69,21 +96,21 @@ class PoolMemory:
         ConfigError: the budget is not positive.
     """
 
-    def __init__(self, groups: Sequence[Group], budget: int, owners: BlockOwners, lock: PoolLock) -> None:
+    def __init__(self, groups: Sequence[Group], budget: int, lock: PoolLock) -> None:
         if budget <= 0:
             raise ConfigError(f"the memory budget must be positive, not {budget} bytes")
         self.groups = groups
         self.budget = budget
         self.spare: int | None = None
         self.keeps_states = False
-        self.owners = owners
         self.lock = lock
+        self._holders: list[weakref.ref[BlockHolder]] = []
         self._divided: tuple[Any, list[int]] = None, []
 
     @property
     def unreserved_bytes(self) -> int:
         """Bytes of the budget that neither tensors nor states take."""
-        return self.budget - self.owners.state_nbytes - sum(group.bytes_reserved for group in self.groups)
+        return self.budget - self.state_nbytes - sum(group.bytes_reserved for group in self.groups)
 
     def capacities(self, budget: int | None = None) -> list[int]:
         """Return the most blocks of each group, null block included, in a budget, by default the pool's."""
@@ -104,8 +131,7 @@ class PoolMemory:
         """Return whether each group can provide so many blocks if cached blocks are evicted."""
         rooms = enumerate(zip(counts, self.room(), strict=True))
         return all(
-            count <= room or count - room <= self.owners.reclaimable(index, count - room)
-            for index, (count, room) in rooms
+            count <= room or count - room <= self._reclaimable(index, count - room) for index, (count, room) in rooms
         )
 
     def fix_geometry(self, group: Group, geometry: Geometry, heads: QueryHeads | None) -> None:
@@ -128,13 +154,49 @@ class PoolMemory:
         self.lock.is_dirty = True
         group.set_geometry(geometry, heads)
 
+    # Prefix caches --------------------------------------------------------------------------------------------
+
+    def add_holder(self, holder: BlockHolder) -> None:
+        """Register a cache that is asked for blocks before an allocation fails; held weakly."""
+        with self.lock.even_if_lost:
+            self._holders = [*(ref for ref in self._holders if ref() is not None), weakref.ref(holder)]
+
+    def holders(self) -> list[BlockHolder]:
+        """Return the prefix caches over the pool that are alive."""
+        return [holder for ref in self._holders if (holder := ref()) is not None]
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states that prefix caches hold."""
+        return sum(holder.state_nbytes for holder in self.holders())
+
+    def _reclaimable(self, group: int, enough: int) -> int:
+        """Return how many blocks of the group prefix caches could free now; counting may stop at ``enough``."""
+        count = 0
+        for holder in self.holders():
+            if count < enough:
+                count += holder.reclaimable(group, enough - count)
+        return count
+
+    def _evict(self, group: int, num_blocks: int) -> None:
+        """Make the prefix caches free ``num_blocks`` blocks of the group, or as many as they can."""
+        for holder in self.holders():
+            if num_blocks > 0:
+                num_blocks -= holder.evict(group, num_blocks)
+
+    def _evict_states(self, num_bytes: int) -> None:
+        """Make the prefix caches drop states of ``num_bytes`` bytes, or as many as they can."""
+        for holder in self.holders():
+            if num_bytes > 0:
+                num_bytes -= holder.evict_states(num_bytes)
+
     # Growing --------------------------------------------------------------------------------------------------
 
     def ensure_free(self, counts: Sequence[int]) -> None:
         """Grow tensors, and evict cached blocks, until each group has its number of free blocks. Skips a group whose
         blocks do not fit: allocating them will raise."""
         with self.lock:
-            self.owners.collect()
+            self.lock.collect()
             for index, count in enumerate(counts):
                 with suppress(PoolExhaustedError):
                     self.grow(index, count)
@@ -150,10 +212,10 @@ class PoolMemory:
         most = self.capacities()[index]
         short = allocator.num_blocks + count - allocator.num_free - most
         if short > 0:
-            if self.owners.reclaimable(index, short) < short:
+            if self._reclaimable(index, short) < short:
                 raise self.exhausted({index: count})
             # More than is missing, so that the next steps find free blocks.
-            self.owners.evict(index, max(short, most // EVICTED_SHARE))
+            self._evict(index, max(short, most // EVICTED_SHARE))
         missing = count - allocator.num_free
         if missing <= 0:
             return
@@ -161,7 +223,7 @@ class PoolMemory:
         if group.geometry is not None:
             left = self.unreserved_bytes + group.bytes_reserved
             if least * per_block > left:
-                self.owners.evict_states(least * per_block - left)
+                self._evict_states(least * per_block - left)
                 left = self.unreserved_bytes + group.bytes_reserved
             ahead = max(least, left // per_block) if self.spare is None else least + self.spare // per_block
             target = max(least, min(group.next_size(least, self.budget), most, ahead))
@@ -200,15 +262,15 @@ class PoolMemory:
         """Evict prefixes and checkpoints of ``num_bytes`` bytes, or all. Their blocks become free, and the tensors are
         dropped if nothing else holds any. Call it in the compute thread, between steps."""
         with self.lock:
-            self.owners.collect()
+            self.lock.collect()
             for index, group in enumerate(self.groups):
                 if num_bytes > 0 and group.bytes_per_block:
                     wanted = -(-num_bytes // group.bytes_per_block)
-                    freed = min(wanted, self.owners.reclaimable(index, wanted))
-                    self.owners.evict(index, freed)
+                    freed = min(wanted, self._reclaimable(index, wanted))
+                    self._evict(index, freed)
                     num_bytes -= freed * group.bytes_per_block
             if num_bytes > 0:
-                self.owners.evict_states(num_bytes)
+                self._evict_states(num_bytes)
 
     def exhausted(self, counts: Mapping[int, int]) -> PoolExhaustedError:
         """Return the error for blocks that groups lack: ``counts`` by group, those that are free included."""

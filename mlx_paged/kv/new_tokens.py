@@ -14,8 +14,8 @@ import numpy as np
 from ..kernels.availability import on_metal
 from ..kernels.build import DeviceRows
 from ..kernels.shared_runs import Partitions, SharedCut, SharedRows, items_for, shared_rows
-from .attention_params import Window
 from .block_table import BlockTable
+from .geometry import Window
 
 ThreeArrays = tuple[mx.array, mx.array, mx.array]
 

@@ -8,16 +8,13 @@ import mlx.core as mx
 
 from ..errors import BlockStateError, GeometryError, TrimError
 from .allocator import NULL_BLOCK
-from .attention_params import QueryHeads
 from .block_table import BlockTable
-from .blocks import Blocks, ChooseBlocks, HeldArrays
-from .choice import host_blocks
-from .geometry import PageFormat
-from .group import Group, LayerGroup, check_layout
+from .blocks import Blocks, ChooseBlocks, host_blocks
+from .geometry import PageFormat, QueryHeads
+from .group import Group, HeldArrays, LayerGroup, check_layout
 from .lock import PoolLock
 from .memory import UNLIMITED, PoolMemory
 from .new_tokens import NewTokens
-from .owners import BlockHolder
 from .stats import PagedCacheStats, check_group
 
 
@@ -57,8 +54,8 @@ class BlockPool:
         ]
         # Guards every change. Holders of blocks use it for their own changes, which avoids deadlocks.
         self.lock = PoolLock(self.groups, held)
-        self._owners = self.lock.owners
-        self.memory = PoolMemory(self.groups, memory_budget, self._owners, self.lock)
+        self.memory = PoolMemory(self.groups, memory_budget, self.lock)
+        self._identity = object()  # of the pool's tables
         # Of each model layer: the index of its group, and its own index in the group.
         self.places = {
             layer: (index, position)
@@ -106,7 +103,7 @@ class BlockPool:
         blocks: list[int] = []
         try:
             with self.lock:
-                self._owners.collect()
+                self.lock.collect()
                 first = self.memory.provide(group, count, after)
                 blocks = self.groups[group].allocator.allocate(count, first)
         except Exception:  # if blocks were taken, computing failed when the lock was released
@@ -125,28 +122,14 @@ class BlockPool:
         with self.lock.even_if_lost:
             self.groups[group].allocator.release(block_ids)
 
-    def abandon(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Drop one reference of each block, listed by group; for finalizers, which may run at any point."""
-        self.lock.even_if_lost.abandon(block_ids)
-
-    def collect(self) -> None:
-        """Release the blocks of dropped tables; call it before counting free blocks."""
-        self._owners.collect()
-
-    def add_holder(self, holder: BlockHolder) -> None:
-        """Register a cache that is asked for blocks before an allocation fails; held weakly."""
-        with self.lock.even_if_lost:
-            self._owners.add_cache(holder)
-
-    def holders(self) -> list[BlockHolder]:
-        """Return the prefix caches over this pool that are alive."""
-        return self._owners.caches()
-
     # Tables ---------------------------------------------------------------------------------------------------
 
     def new_table(self) -> BlockTable:
         """Return an empty table."""
-        return self._owners.add_table(BlockTable(len(self.groups), self.block_size))
+        table = BlockTable(len(self.groups), self.block_size)
+        table.owner = self._identity
+        self.lock.add_table(table)
+        return table
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same blocks, by reference. A write to a shared block copies it first."""
@@ -181,7 +164,7 @@ class BlockPool:
         self.check(table)
         with self.lock.even_if_lost:
             table.released = True
-            self._owners.remove_table(table)
+            self.lock.remove_table(table)
             for group in self.groups:
                 group.drop_blocks(table, 0)
 
@@ -201,7 +184,8 @@ class BlockPool:
 
     def check(self, table: BlockTable) -> None:
         """Raise BlockStateError if a table was released or belongs to another pool."""
-        self._owners.check(table)
+        if table.released or table.owner is not self._identity:
+            raise BlockStateError("the table was released, or belongs to another pool")
 
     # Sequences ------------------------------------------------------------------------------------------------
 
@@ -219,7 +203,7 @@ class BlockPool:
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         with self.lock:
-            self._owners.collect()  # a block shared only with a dropped table is not shared
+            self.lock.collect()  # a block shared only with a dropped table is not shared
             for group in self.groups:
                 group.slide(table)
             references = [group.tail_references(table) for group in self.groups]
@@ -231,8 +215,12 @@ class BlockPool:
 
     def _extend(self, table: BlockTable, num_tokens: int, references: Sequence[int]) -> None:
         """Add the blocks for the next tokens; copy tail blocks that have several references."""
-        fresh = self._allocate([table], [group.blocks_to_append(table, num_tokens) for group in self.groups])
+        fresh: list[list[int]] = [[] for _ in self.groups]
         try:
+            for group in self.groups:
+                if count := group.blocks_to_append(table, num_tokens):
+                    ids = table.block_ids[group.index]
+                    fresh[group.index] = self.allocate(group.index, count, ids[-1] if ids else NULL_BLOCK)
             for group, blocks, count in zip(self.groups, fresh, references, strict=True):
                 if count > 1:
                     if self.copy_on_write_block(table, group, blocks[0]) != blocks[0]:
@@ -241,75 +229,40 @@ class BlockPool:
         except Exception:
             for ids, blocks in zip(table.block_ids, fresh, strict=True):
                 blocks[:] = [block for block in blocks if block not in ids]
-            self._give_back(fresh)
+            for group, blocks in zip(self.groups, fresh, strict=True):
+                self.release(group.index, blocks)
             raise
         for group, blocks in zip(self.groups, fresh, strict=True):
             if blocks:
                 table.block_ids[group.index].extend(blocks)
                 table.forget_indices(group.index)
 
-    def _allocate(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> list[list[int]]:
-        """Take ``counts`` blocks of each group for each table, to follow its last one, or none. Raises
-        PoolExhaustedError if they do not fit."""
-        blocks: list[list[int]] = [[] for _ in counts]
-        try:
-            for group, count in enumerate(counts):
-                for table in tables if count else ():
-                    ids = table.block_ids[group]
-                    blocks[group] += self.allocate(group, count, ids[-1] if ids else NULL_BLOCK)
-        except Exception:
-            self._give_back(blocks)
-            raise
-        return blocks
-
-    def _give_back(self, blocks: Sequence[Sequence[int]]) -> None:
-        for group, ids in enumerate(blocks):
-            self.release(group, ids)
-
     def append_token(self, tables: Sequence[BlockTable]) -> list[int]:
         """Reserve one position at the end of each table whose last blocks are its own and have room, as nearly all have
-        in a decode step, or that begins blocks while some are free. Releases blocks that fell behind a sliding window.
+        in a decode step. Releases blocks that fell behind a sliding window.
 
         Returns:
             Indices of the other tables, which got no position: call :meth:`append_tokens` for them.
         """
-        owner, size = self._owners.owner, self.block_size
+        identity, size, others = self._identity, self.block_size, []
         parts = [(group, group.index, group.sees, group.allocator.refcount) for group in self.groups]
-        others: list[int] = []
-        fresh: list[int] = []  # tables that begin blocks
         with self.lock.even_if_lost:
-            self._owners.collect()
-            index = 0
-            try:
-                for index, table in enumerate(tables):
-                    tail = table.length // size
-                    has_room = begins = table.owner is owner and not table.released
-                    for group, place, sees, refcount in parts if has_room else ():
-                        # A sliding window that is not full yet stays where it is.
-                        if sees and (sees.stride > 1 or table.length - table.starts[place] >= sees.size):
-                            group.slide(table)
-                        ids = table.block_ids[place]
-                        if tail == len(ids):
-                            has_room, begins = False, begins and len(fresh) < group.allocator.num_free
-                        else:
-                            has_room, begins = has_room and refcount(ids[tail]) == 1, False
-                    if has_room:
-                        table.length += 1
-                    else:
-                        (fresh if begins else others).append(index)
-                index = len(tables)
-                blocks = self._allocate([tables[begun] for begun in fresh], [1] * len(parts)) if fresh else []
-            except Exception:
-                for done in set(range(index)).difference(others, fresh):
-                    tables[done].length -= 1
-                raise
+            self.lock.collect()
+            for index, table in enumerate(tables):
+                tail = table.length // size
+                has_room = table.owner is identity and not table.released
+                for group, place, sees, refcount in parts if has_room else ():
+                    # A sliding window that is not full yet stays where it is.
+                    if sees and (sees.stride > 1 or table.length - table.starts[place] >= sees.size):
+                        group.slide(table)
+                    ids = table.block_ids[place]
+                    has_room = has_room and tail < len(ids) and refcount(ids[tail]) == 1
+                if has_room:
+                    table.length += 1
+                else:
+                    others.append(index)
             for group in self.groups:
                 group.epoch += 1
-                for begun, block in zip(fresh, blocks[group.index] if fresh else (), strict=True):
-                    tables[begun].block_ids[group.index].append(block)
-                    tables[begun].forget_indices(group.index)
-            for begun in fresh:
-                tables[begun].length += 1
         return others
 
     def slide(self, tables: Iterable[BlockTable]) -> bool:
@@ -407,7 +360,7 @@ class BlockPool:
         geometry = group.validate(k, v, batch)
         if group.geometry is None:
             with self.lock:
-                self._owners.collect()
+                self.lock.collect()
                 self.memory.fix_geometry(group, geometry, heads)
         return group
 
@@ -437,7 +390,7 @@ class BlockPool:
             GeometryError: fewer positions are reserved.
             BlockStateError: a table was released, or a block of those positions is shared.
         """
-        self._owners.collect()  # a block shared only with a dropped table is not shared
+        self.lock.collect()  # a block shared only with a dropped table is not shared
         if tokens.epoch == group.epoch:
             return
         refcount, size = group.allocator.refcount, self.block_size
@@ -456,7 +409,9 @@ class BlockPool:
                     )
         tokens.begin(group.epoch, group.allocator.num_blocks)
 
-    def write(self, layer: int, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
+    def write(
+        self, layer: int, tables: Sequence[BlockTable], k: mx.array, v: mx.array, *, stored: bool = False
+    ) -> None:
         """Write keys and values of the last n reserved tokens of each of B sequences, as they are (no cast).
 
         Args:
@@ -464,47 +419,43 @@ class BlockPool:
             tables: B tables, each with at least n tokens.
             k: ``[B, n_kv_heads, n, k_head_dim]``.
             v: ``[B, n_kv_heads, n, v_head_dim]``.
+            stored: they are what :meth:`gather_visible` returned as stored for this layer or another one of the same
+                geometry, which is known here: quantised rows are not quantised again.
 
         Raises:
             GeometryError, BlockStateError, PoolExhaustedError: before anything is written.
         """
+        group = self.group_of(layer)
         with self.lock:
-            self.group_of(layer).validate(k, v, len(tables))
+            geometry = group.geometry
+            if stored and geometry is not None and geometry.format is not None:
+                heads, k_words, v_words, dtype, _ = geometry.stored
+                shape = (len(tables), heads, k.shape[2] if k.ndim == 4 else 0)
+                if (k.shape, v.shape) != ((*shape, k_words), (*shape, v_words)) or {k.dtype, v.dtype} != {dtype}:
+                    raise GeometryError(
+                        f"rows of {k.dtype} {k.shape} and {v.dtype} {v.shape} do not match pages of {geometry}"
+                    )
+            else:
+                group.validate(k, v, len(tables))
             tokens = self.tokens_of(layer, tables, k.shape[2])
-            group = self.set_geometry(layer, k, v, batch=len(tables))
-            self.begin(group, tokens)
+            if geometry is None:
+                self.set_geometry(layer, k, v, batch=len(tables))
+                self.begin(group, tokens)
             self.lock.is_dirty = True
-            group.write(self.places[layer][1], tokens, k, v)
+            group.write(self.places[layer][1], tokens, k, v, stored=stored)
 
     def write_prefill(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
         """Write one sequence's tokens, see :meth:`write`: k and v ``[1, n_kv_heads, n_new, head_dim]``."""
         self.write(layer, [table], k, v)
 
-    def write_stored(self, layer: int, tables: Sequence[BlockTable], k: mx.array, v: mx.array) -> None:
-        """Write what :meth:`read_stored` returned for this layer or another one of the same geometry, without
-        quantising it again.
-
-        Raises:
-            GeometryError, BlockStateError: before anything is written.
-        """
-        group = self.group_of(layer)
-        with self.lock:
-            geometry = group.geometry
-            if geometry is None or geometry.format is None:
-                self.write(layer, tables, k, v)
-                return
-            heads, k_words, v_words, dtype, _ = geometry.stored
-            shape = (len(tables), heads, k.shape[2] if k.ndim == 4 else 0)
-            if (k.shape, v.shape) != ((*shape, k_words), (*shape, v_words)) or {k.dtype, v.dtype} != {dtype}:
-                raise GeometryError(
-                    f"rows of {k.dtype} {k.shape} and {v.dtype} {v.shape} do not match pages of {geometry}"
-                )
-            tokens = self.tokens_of(layer, tables, k.shape[2])
-            self.lock.is_dirty = True
-            group.write(self.places[layer][1], tokens, k, v, stored=True)
-
-    def gather_visible(self, table: BlockTable, layer: int) -> tuple[mx.array, mx.array]:
+    def gather_visible(self, table: BlockTable, layer: int, *, stored: bool = False) -> tuple[mx.array, mx.array]:
         """Return copies of a layer's keys and values of the visible positions, up to ``length - 1``.
+
+        Args:
+            table: the table.
+            layer: index of the layer in the model.
+            stored: return them as the blocks store them: rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised
+                pages.
 
         Returns:
             K ``[1, n_kv_heads, n, k_head_dim]``, V ``[1, n_kv_heads, n, v_head_dim]``.
@@ -512,18 +463,6 @@ class BlockPool:
         Raises:
             BlockStateError: the table was released, or nothing was written yet.
         """
-        return self._gather(table, layer, stored=False)
-
-    def read_stored(self, table: BlockTable, layer: int) -> tuple[mx.array, mx.array]:
-        """Return copies of the visible positions, up to ``length - 1``, as the blocks store them, for
-        :meth:`write_stored`: rows ``[1, n_kv_heads, n, num_words]`` (uint32) of quantised pages, else keys and values.
-
-        Raises:
-            BlockStateError: as :meth:`gather_visible`.
-        """
-        return self._gather(table, layer, stored=True)
-
-    def _gather(self, table: BlockTable, layer: int, *, stored: bool) -> tuple[mx.array, mx.array]:
         self.check(table)
         group = self.group_of(layer)
         if group.geometry is None or not table.num_visible(group.index):
@@ -547,7 +486,7 @@ class BlockPool:
 
         def read(is_exact: bool) -> PagedCacheStats:
             if is_exact:
-                self.collect()
+                self.lock.collect()
             return PagedCacheStats.of(self)
 
         return self.lock.glance(read)
@@ -555,8 +494,8 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raise BlockStateError unless reference counts, free lists, tables and tensors agree."""
         with self.lock.even_if_lost:
-            tables = self._owners.tables()  # kept alive, so that none is collected in between
-            self._owners.collect()
+            tables = self.lock.tables()  # kept alive, so that none is collected in between
+            self.lock.collect()
             for index, group in enumerate(self.groups):
-                held = [ids for holder in self.holders() for ids in holder.held(index)]
-                check_group(group, tables, self._owners.lists(index) + held)
+                held = [ids for holder in self.memory.holders() for ids in holder.held(index)]
+                check_group(group, tables, self.lock.lists(index) + held)

@@ -11,7 +11,7 @@ from ..errors import BlockStateError
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
 from .group import Group
-from .owners import BlockHolder
+from .memory import BlockHolder
 
 if TYPE_CHECKING:
     from .pool import BlockPool
@@ -80,7 +80,7 @@ class PagedCacheStats:
     @classmethod
     def of(cls, pool: BlockPool) -> PagedCacheStats:
         """Count what a pool holds."""
-        groups, holders = pool.groups, pool.holders()
+        groups, holders = pool.groups, pool.memory.holders()
         allocators = [group.allocator for group in groups]
         return cls(
             block_size=pool.block_size,

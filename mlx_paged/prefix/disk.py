@@ -12,10 +12,9 @@ from ..errors import BlockStateError, PoolExhaustedError, check_device
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from .entry import Entry, is_saved, next_key, serves
+from .entry import Entry, SavedStates, is_saved, next_key, serves
 from .prefix_cache import PrefixCache
 from .shelf import Shelf
-from .states import SavedStates
 
 STATES = "states"
 
@@ -207,7 +206,7 @@ class DiskTier:
             pool.fill(table, group.index, start)
             for layer in group.spec.layers:
                 k, v = (mx.concatenate(loaded[f"{name}{layer}"], axis=2) for name in "kv")
-                pool.write_stored(layer, [table], k, v)
+                pool.write(layer, [table], k, v, stored=True)
                 mx.eval(pool.ready(layer))
 
 
@@ -242,7 +241,7 @@ def _reader(pool: BlockPool, group: int, entry: Entry) -> Callable[[], tuple[dic
         try:
             arrays: dict[str, mx.array] = {}
             for layer in pool.groups[group].spec.layers:
-                pair = zip("kv", pool.read_stored(table, layer), strict=True)
+                pair = zip("kv", pool.gather_visible(table, layer, stored=True), strict=True)
                 arrays.update({f"{name}{layer}": mx.contiguous(x) for name, x in pair})
             mx.eval(list(arrays.values()))
         finally:

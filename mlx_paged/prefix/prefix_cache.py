@@ -49,7 +49,7 @@ class PrefixCache:
 
     Attributes:
         entries: by key, least recently used first, and each after its children.
-        evictions, hit_tokens: see :class:`.owners.BlockHolder`.
+        evictions, hit_tokens: see :class:`.memory.BlockHolder`.
         state_nbytes: bytes of the checkpoints.
         dropped_states: checkpoints dropped because there was no room.
         version: rises with each change of what is held.
@@ -75,7 +75,7 @@ class PrefixCache:
         self._behind: list[OrderedDict[Entry, None]] = [OrderedDict() for _ in pool.groups]
         specs = [(group.spec.layers, group.spec.sees) for group in pool.groups]
         self._layout = f"{pool.block_size} {pool.page_format} {specs}"
-        pool.add_holder(self)
+        pool.memory.add_holder(self)
         weakref.finalize(self, _abandon, self._pool, self._counts).atexit = False
 
     @property
@@ -519,7 +519,7 @@ def _is_held(path: Sequence[Entry], index: int, group: int) -> bool:
 def _abandon(pool: weakref.ref[BlockPool], counts: list[Counter[int]]) -> None:
     """Release the references of a cache that was dropped."""
     if (alive := pool()) is not None:
-        alive.abandon([list(blocks.elements()) for blocks in counts])
+        alive.lock.abandon([list(blocks.elements()) for blocks in counts])
 
 
 class SharedPrefixes:

@@ -11,8 +11,9 @@ import stat
 import threading
 import time
 import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -22,82 +23,12 @@ import mlx.core as mx
 
 from ..errors import check_device
 
-LINGER_SECONDS = 0.1  # starting a thread for each block of a prefix would cost more than copying the block
-
-
-class WriteQueue:
-    """Runs jobs in order in a thread, which ends soon after the last job. Python waits for it at exit.
-
-    Args:
-        most_bytes: most bytes of waiting jobs; a single job may have more.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
-        self.nbytes = 0  # of unfinished jobs
-        self._changed = threading.Condition()
-        self._jobs: deque[tuple[int, Callable[[], None]]] = deque()
-        self._num_open = 0
-        self._is_running = False
-
-    def room(self, nbytes: int) -> int:
-        """Return how many jobs of ``nbytes`` bytes fit now."""
-        return max(int(not self.nbytes), (self.most_bytes - self.nbytes) // max(1, nbytes))
-
-    def put(self, nbytes: int, job: Callable[[], None], *, wait: bool) -> bool:
-        """Put a job, which must not raise. Returns whether it was put.
-
-        Args:
-            nbytes: memory that the job holds.
-            job: called in the queue's thread.
-            wait: wait until there is room; otherwise a full queue returns False.
-        """
-        with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: self.room(nbytes))
-            elif not self.room(nbytes):
-                return False
-            self._jobs.append((nbytes, job))
-            self.nbytes += nbytes
-            self._num_open += 1
-            self._changed.notify_all()
-            if self._is_running:
-                return True
-            self._is_running = True
-        try:
-            threading.Thread(target=self._run, name="mlx_paged prefix writer").start()
-        except RuntimeError:  # no more threads, or the interpreter ends
-            self._run()
-        return True
-
-    def wait(self) -> None:
-        """Wait until every job is done."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_open)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._jobs, LINGER_SECONDS):
-                    self._is_running = False
-                    return
-                nbytes, job = self._jobs.popleft()
-            try:
-                job()
-            finally:
-                del job
-                with self._changed:
-                    self.nbytes -= nbytes
-                    self._num_open -= 1
-                    self._changed.notify_all()
-
-
 MAGIC = b"mlx_paged prefix 3\n"
 DIGEST_BYTES = 32
 STALE_SECONDS = 3600
 NAME = re.compile(r"[0-9a-f]{32}\.(kv[0-9]+|states)")
-OLD_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors")  # of earlier versions, whose files cannot be used
-TEMPORARY = re.compile(r"\.[0-9]+-[0-9]+\.(safetensors|tmp)")
+# Temporary files, and files of earlier versions, which cannot be used.
+USELESS = re.compile(r"(\.[0-9]+-[0-9]+|[0-9a-f]{32}-[0-9a-f]{32})\.(safetensors|tmp)")
 
 Expected = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype of each array that a file must hold
 
@@ -134,7 +65,9 @@ class Shelf:
         self.path = Path(path)
         self.max_bytes = max_bytes
         self.nbytes = self.dropped = 0
-        self._queue = WriteQueue(queued_bytes)
+        self.queued_bytes = queued_bytes
+        self._writer = ThreadPoolExecutor(1, "mlx_paged prefix writer")
+        self._last: Future[None] | None = None  # the latest job, done after all others
         self._serial = count()
         self._warned = False
         self._problem: Exception | None = None  # of the writing thread, to be warned of by the next call
@@ -142,6 +75,7 @@ class Shelf:
         # The index has a key, a letter or number for what is held, and a size, since a folder may have a million files.
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._waiting: dict[bytes, memoryview] = {}  # to be written
+        self._waiting_bytes = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.path.mkdir(mode=0o700)
@@ -156,8 +90,7 @@ class Shelf:
         if not mode.st_mode & 0o077:
             return
         is_ours = mode.st_uid == os.geteuid() and not mode.st_mode & stat.S_ISVTX
-        known = (NAME, OLD_NAME, TEMPORARY)
-        if is_ours and all(any(each.fullmatch(name) for each in known) for name in os.listdir(self.path)):
+        if is_ours and all(NAME.fullmatch(name) or USELESS.fullmatch(name) for name in os.listdir(self.path)):
             self.path.chmod(stat.S_IMODE(mode.st_mode) & ~0o077)
             text = f"{self.path} was accessible to other users; now only its owner can access it"
         else:
@@ -165,13 +98,13 @@ class Shelf:
         warnings.warn(f"mlx_paged: {text}", ShelfWarning, stacklevel=4)
 
     def _list(self) -> None:
-        """Index the files in the folder. Files of earlier versions, and temporary ones that are an hour old, which no
-        process is writing any more, are deleted."""
+        """Index the files in the folder. Useless ones that are an hour old, which no process is writing any more, are
+        deleted."""
         found: list[tuple[int, bytes, int]] = []
         with os.scandir(self.path) as listed:
             for entry in listed:
-                is_named, is_old = NAME.fullmatch(entry.name), OLD_NAME.fullmatch(entry.name)
-                if not (is_named or is_old or TEMPORARY.fullmatch(entry.name)):
+                is_named = NAME.fullmatch(entry.name)
+                if not (is_named or USELESS.fullmatch(entry.name)):
                     continue
                 try:
                     status = entry.stat(follow_symlinks=False)
@@ -181,7 +114,7 @@ class Shelf:
                         if status.st_mode & 0o077:
                             os.close(self._open(entry.name))
                         found.append((status.st_mtime_ns, _index_of(entry.name), status.st_size))
-                    elif is_old or time.time() - status.st_mtime > STALE_SECONDS:
+                    elif time.time() - status.st_mtime > STALE_SECONDS:
                         os.unlink(entry.path)
                 except FileNotFoundError:
                     continue  # another process has just deleted or renamed it
@@ -227,33 +160,35 @@ class Shelf:
         self._warn_of_problem()
         if self.has(key, part):
             return False
-        if not wait and not self._queue.room(nbytes):
-            self.dropped += 1
-            return False
+        if self._waiting and self._waiting_bytes + nbytes > self.queued_bytes:
+            if not wait:
+                self.dropped += 1
+                return False
+            self._wait()
         index = key + part.encode()
         data = _packed(_name_of(index), tokens, *arrays())
         with self._lock:
             self._waiting[index] = data
-        if self._queue.put(len(data), lambda: self._write(index, data), wait=wait):
-            return True
-        with self._lock:
-            del self._waiting[index]
-        self.dropped += 1
-        return False
+            self._waiting_bytes += len(data)
+        try:
+            self._last = self._writer.submit(self._write, index, data)
+        except RuntimeError:  # no more threads, or the interpreter ends
+            self._write(index, data)
+        return True
 
     def _write(self, index: bytes, data: memoryview) -> None:
-        """Write a file; in the queue's thread, which uses no MLX."""
+        """Write a file; in the writing thread, which uses no MLX."""
+        is_written = True
         try:
             self._write_file(_name_of(index), data)
         except Exception as error:
-            self._problem = error
-            with self._lock:
-                del self._waiting[index]
-            return
+            self._problem, is_written = error, False
         with self._lock:
             del self._waiting[index]
-            self.nbytes += len(data) - self._sizes.pop(index, 0)
-            self._sizes[index] = len(data)
+            self._waiting_bytes -= len(data)
+            if is_written:
+                self.nbytes += len(data) - self._sizes.pop(index, 0)
+                self._sizes[index] = len(data)
         self._enforce_limit()
 
     def _write_file(self, name: str, data: memoryview) -> None:
@@ -271,8 +206,12 @@ class Shelf:
 
     def flush(self) -> None:
         """Wait until all that was saved is written."""
-        self._queue.wait()
+        self._wait()
         self._warn_of_problem()
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
 
     def _enforce_limit(self) -> None:
         while self.nbytes > self.max_bytes:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import mlx.core as mx
 
-from ..engine.peers import Peers
+from ..engine.interfaces import Peers
 from ..errors import PagedCacheError, RankError, RequestFailedError
 from ..kv.pool import BlockPool
 from .connection import Connection, meet
 
 if TYPE_CHECKING:
+    from ..engine.interfaces import TokenResponse
     from ..engine.scheduler import ScheduledStep
-    from ..engine.upstream import TokenResponse
 
 EXIT_STATUS = 70  # of a process that ends because of another rank
 GRACE_SECONDS = 2.0  # before the process ends, for answers to clients

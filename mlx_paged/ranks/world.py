@@ -14,13 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers import distributed
 
-from ..engine.peers import ALONE, Peers
+from ..engine.interfaces import ALONE, Peers
 from ..errors import ConfigError, KernelUnavailableError
 from ..kernels.availability import backend
-from ..kv.attention_params import QueryHeads
-from ..kv.blocks import BlocksChoice, ChooseBlocks
-from ..kv.choice import blocks_choice
-from ..kv.geometry import Geometry
+from ..kv.blocks import BlocksChoice, ChooseBlocks, blocks_choice
+from ..kv.geometry import Geometry, QueryHeads
 from .ranks import Ranks
 
 RANK_TIMEOUT = 30.0

@@ -22,11 +22,11 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from ..by_model import ByModel
 from ..engine.constraint import GrammarProcessor
+from ..engine.memory import PoolBudget
 from ..engine.request import RequestOptions
 from ..engine.sampling.params import SamplingParams
 from ..errors import ConfigError, PagedCacheError, check_device
 from ..kernels import availability, check
-from ..kv.budget import PoolBudget
 from ..kv.pool import BlockPool
 from ..machine import memory_beside, usable_memory
 from ..model_folder import check_model_folder, check_weight_files, explain_load_errors, weight_bytes

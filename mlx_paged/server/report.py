@@ -225,7 +225,7 @@ def blocks_of(pool: BlockPool) -> list[dict[str, Any]]:
 def _runs(pool: BlockPool, index: int) -> list[tuple[str, int]]:
     allocator = pool.groups[index].allocator
     held: Counter[int] = Counter()
-    for holder in pool.holders():
+    for holder in pool.memory.holders():
         for block_ids in holder.held(index):
             held.update(block_ids)
 

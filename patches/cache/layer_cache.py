@@ -110,7 +110,7 @@ class PagedLayerCache(PagedKVCache):
         geometry = self.group.geometry
         assert geometry is not None and geometry.rows is not None and geometry.format is not None
         bits, group_size = geometry.format.stock_bits, geometry.format.group_size
-        stored = zip(geometry.rows, self.pool.read_stored(self.table, self.layer), strict=True)
+        stored = zip(geometry.rows, self.pool.gather_visible(self.table, self.layer, stored=True), strict=True)
         keys, values = (tuple(map(mx.contiguous, form.split(rows))) for form, rows in stored)
         stock = QuantizedKVCache(group_size, bits)
         stock.state = (keys, values, self.offset, group_size, bits)

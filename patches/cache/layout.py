@@ -14,10 +14,9 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKV
 from ...attention import gather
 from ...by_model import ByModel
 from ...cache.composites import leaves, with_leaves
-from ...cache.lazy_kv import LazyKV, hand_out
+from ...cache.layer_cache import LazyKV, hand_out
 from ...errors import GeometryError, check_device
-from ...kv.attention_params import AttentionParams, QueryHeads, Window
-from ...kv.geometry import Geometry
+from ...kv.geometry import AttentionParams, Geometry, QueryHeads, Window
 from ...kv.group import LayerGroup
 
 PROBE_ROWS = 3

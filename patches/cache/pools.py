@@ -13,7 +13,7 @@ from mlx_lm.models import cache as stock_cache
 from ...by_model import ByModel
 from ...config import PagedConfig
 from ...engine.compiled_step import compiled_steps
-from ...kv.choice import blocks_choice
+from ...kv.blocks import blocks_choice
 from ...kv.geometry import first_keys
 from ...kv.pool import BlockPool
 from ...machine import kv_budget

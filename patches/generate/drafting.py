@@ -14,8 +14,8 @@ from ...drafts.prediction_head import PredictionHead
 from ...engine.decode_batch import DecodeBatch
 from ...engine.draft_steps import NO_DRAFTS_REASON
 from ...engine.hidden_states import HiddenStates
+from ...engine.interfaces import Proposer
 from ...engine.prefill import can_pack
-from ...engine.proposer import Proposer
 from ...engine.request import sequence_of
 from ...errors import ConfigError
 from ...kv.memory import UNLIMITED
@@ -151,7 +151,7 @@ def proposer_for(
     if isinstance(draft_model, MTPHead):
         hidden = HiddenStates()
         proposer = PredictionHead(draft_model, factory, num_draft_tokens, depth, prefixes, hidden)
-        batch.runner.call = HiddenCall(batch.model, hidden)
+        batch.forward = HiddenCall(batch.model, hidden)
     else:
         proposer = DraftModel(draft_model, factory, num_draft_tokens, depth, prefixes)
     if pool is not None:

@@ -10,9 +10,8 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 from mlx_lm.models.cache import ArraysCache, TokenBuffer
 
-from ...engine.request import Request
-from ...engine.step_logits import TokenLogits
-from ...engine.upstream import Upstream
+from ...engine.interfaces import Upstream
+from ...engine.request import Request, TokenLogits
 from ...errors import PromptCacheError
 from ...kv.allocator import NULL_BLOCK
 

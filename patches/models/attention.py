@@ -11,7 +11,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from ...cache.batch_cache import PagedBatchKVCache
 from ...kernels.nvidia import projected
-from ...kv.attention_params import AttentionParams
+from ...kv.geometry import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import ProbeLayer
 from ..patch import replaces

@@ -20,7 +20,7 @@ from ...cache.batch import OWN_MASK, NotPackableError
 from ...cache.batch_cache import PagedBatchKVCache
 from ...cache.paged_kv_cache import PagedKVCache
 from ...kernels.launch_shape import MAX_QUERY_LENGTH
-from ...kv.attention_params import AttentionParams, Window
+from ...kv.geometry import AttentionParams, Window
 from ..cache.layer_cache import PagedLayerCache
 from ..cache.layout import ProbeLayer
 from ..patch import replaces

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...cache.lazy_kv import lazy_kv_of
-from ...kv.attention_params import AttentionParams
+from ...cache.layer_cache import lazy_kv_of
+from ...kv.geometry import AttentionParams
 from ..patch import replaces
 
 

@@ -11,10 +11,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import BlockPool, PagedKVCache, PoolExhaustedError
-from mlx_paged.cache.batch import Batch
+from mlx_paged.cache.batch import Batch, NoBlocksError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
-from mlx_paged.kv.attention_params import AttentionParams
+from mlx_paged.kv.geometry import AttentionParams
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.sequences import LAYERS, SCALE, Parts, caches_of, parts_of, pool_of, sequences
 
@@ -34,9 +34,7 @@ def merged(rows: list[list[PagedKVCache]]) -> list[PagedBatchKVCache]:
 
 
 def reserve(caches: list[PagedBatchKVCache]) -> None:
-    failed = caches[0].batch.reserve()
-    if failed is not None:
-        raise failed.error
+    caches[0].batch.reserve()
 
 
 def attend(caches: list, step: Parts) -> list[mx.array]:
@@ -85,8 +83,9 @@ def test_failed_reserve_changes_nothing() -> None:
             taken += pool.allocate(0, 1)
     before = pool.stats()
     batch = Batch(pool, [row[0].sequence for row in solo])
-    failed = batch.reserve()
-    assert failed is not None and failed.row == 0 and isinstance(failed.error, PoolExhaustedError)
+    with pytest.raises(NoBlocksError) as failed:
+        batch.reserve()
+    assert failed.value.row == 0 and isinstance(failed.value.error, PoolExhaustedError)
     caches = [PagedBatchKVCache(batch, layer) for layer in range(LAYERS)]
     with pytest.raises(BlockStateError, match="without reserved positions"):
         caches[0].attend(*parts_of(1000, 3)[0], AttentionParams(SCALE))
@@ -102,7 +101,7 @@ def test_take_back_undoes_a_step_that_some_layers_have_written() -> None:
     batch = merged(solo)
     check_decode(pool, batch, solo, 0)
     tables = batch[0].batch
-    assert tables.reserve() is None
+    tables.reserve()
     q, k, v = parts_of(1007, 3)[0]
     batch[0].attend(q, k, v, AttentionParams(SCALE))
     tables.undo_reserve()

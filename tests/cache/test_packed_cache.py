@@ -15,11 +15,11 @@ from mlx_paged import PagedKVCache, PoolExhaustedError, SequenceTables
 from mlx_paged.attention.dispatch import Dispatch, dispatch_counts, reset_dispatch_counts
 from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
-from mlx_paged.cache.lazy_kv import lazy_kv_of
+from mlx_paged.cache.layer_cache import lazy_kv_of
 from mlx_paged.errors import BlockStateError, GeometryError, PromptCacheError
 from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kv import device_blocks
-from mlx_paged.kv.attention_params import AttentionParams, Window
+from mlx_paged.kv.geometry import AttentionParams, Window
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.sequences import (
     BLOCK,
@@ -57,9 +57,7 @@ def no_kernel(*_: object, **__: object) -> None:
 
 def pack_of(rows: list[SequenceTables], counts: tuple[int, ...] = COUNTS) -> tuple[Batch, list[PagedBatchKVCache]]:
     pack = Batch(rows[0].pool, rows, counts)
-    failed = pack.reserve()
-    if failed is not None:
-        raise failed.error
+    pack.reserve()
     return pack, [PagedBatchKVCache(pack, layer) for layer in range(LAYERS)]
 
 
@@ -145,7 +143,7 @@ def test_pack_applies_a_window_narrower_than_the_layer(form: str) -> None:
     pack, caches = pack_of(rows)
     for layer in (0, 1):
         mask = caches[layer].make_mask(1, window_size=6)
-        assert mask is caches[layer].make_mask(1, window_size=6) and pack.window_of(mask) == Window(6)
+        assert mask is caches[layer].make_mask(1, window_size=6) and pack.masks.window_of(mask) == Window(6)
         got = caches[layer].attend(*parts[layer], AttentionParams(SCALE, mask))
         assert_close(got, expected_of(others, parts, layer, window=6))
     with pytest.raises(NotPackableError, match="a mask for a window of 21 tokens is wider than the layer's, 20"):

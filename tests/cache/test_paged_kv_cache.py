@@ -15,7 +15,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import BlockStateError, GeometryError, TrimError
-from mlx_paged.kv.attention_params import AttentionParams
+from mlx_paged.kv.geometry import AttentionParams
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches.cache.layer_cache import PagedLayerCache

@@ -323,7 +323,7 @@ CHECKING = {
 }  # fmt: skip
 # Functions that may catch what they like, and why.
 FREE = {
-    "prefix.shelf:put",  # starting a thread
+    "prefix.shelf:save",  # starting a thread
     "prefix.shelf:_write",  # in it: the next call checks the error that it keeps
     "kv.lock:glance",  # reads numbers
     "kv.lock:__exit__",  # raises the first error once all locks are released

@@ -16,13 +16,13 @@ import pytest
 
 from mlx_paged.engine.constraint import GrammarProcessor, masked
 from mlx_paged.errors import GrammarError
-from mlx_paged.grammar import bounds
-from mlx_paged.grammar.bounds import fault_of
 from mlx_paged.grammar.compiler import (
+    LIMITS,
     MAX_KEPT,
     MAX_KEPT_CHARACTERS,
     GrammarCompiler,
     GrammarSource,
+    fault_of,
     json_in_lark,
     on_stack,
 )
@@ -377,7 +377,7 @@ def test_a_thinking_budget_of_0_ends_reasoning_at_once() -> None:
 
 
 def test_exhausted_lexer_is_recreated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bounds.LIMITS, "max_lexer_states", 500)
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 500)
     source, compiler = GrammarSource.regex("(.*a.{12})+"), make()
 
     def use_up() -> None:

@@ -22,8 +22,7 @@ from mlx_paged.kernels import fused_attention
 from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kernels.fused_attention import has_nax, least_fused_queries
 from mlx_paged.kv import device_blocks
-from mlx_paged.kv.attention_params import QueryHeads
-from mlx_paged.kv.geometry import Geometry
+from mlx_paged.kv.geometry import Geometry, QueryHeads
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from scripts.support import model_configs
 from tests.fuzz.cases import PACKING_HYBRIDS

@@ -9,7 +9,7 @@ import pytest
 from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine import prefill
 from mlx_paged.engine.prefill import PrefillPace
-from mlx_paged.engine.step_logits import StepLogits, TokenLogits
+from mlx_paged.engine.request import TokenLogits
 from tests.support.models.toy_engine import (
     ToyEngine,
     answer,
@@ -70,13 +70,13 @@ class Clock:
 
     def __init__(self, engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        call = engine.engine.batch.runner.call
+        call = engine.engine.batch.forward
 
         def counted(tokens: mx.array, **options: Any) -> Any:
             self.now += tokens.size if tokens.shape[1] > 1 else 0
             return call(tokens, **options)
 
-        engine.engine.batch.runner.call = counted
+        engine.engine.batch.forward = counted
         monkeypatch.setattr(engine_module.time, "perf_counter", lambda: self.now)
 
 
@@ -138,26 +138,19 @@ def test_short_prompts_of_one_client_deliver_their_first_tokens_together() -> No
     engine.run()
 
 
-@pytest.mark.parametrize("is_normalised", [False, True])
-def test_logprobs_are_normalised_logits_also_of_a_kept_row(is_normalised: bool) -> None:
+def test_logprobs_are_normalised_logits() -> None:
     logits = mx.random.normal((4, 50), key=mx.random.key(0)) * 5
     expected = np.array(logits) - np.log(np.exp(np.array(logits)).sum(axis=-1, keepdims=True))
-    step = StepLogits(logits)
-    if is_normalised:
-        np.testing.assert_allclose(np.array(step.logprobs()), expected, atol=1e-5)
     for index in range(4):
-        np.testing.assert_allclose(np.array(step.row(index)), expected[index], atol=1e-5)
-    kept = step.copy_row(2)
-    assert kept.logprobs().shape == (1, 50)
-    np.testing.assert_array_equal(np.array(kept.row(0)), np.array(step.row(2)))
+        np.testing.assert_allclose(np.array(TokenLogits(logits, index).logprobs()), expected[index], atol=1e-5)
 
 
 def test_detached_token_holds_only_its_own_row() -> None:
     mx.random.seed(0)
-    step = StepLogits(mx.random.normal((64, 100_000)))
-    tokens = [TokenLogits(step, index) for index in (3, 60)]
+    logits = mx.random.normal((64, 100_000))
+    tokens = [TokenLogits(logits, index) for index in (3, 60)]
     expected = [np.array(token.logprobs()) for token in tokens]
-    del step
+    del logits
     before = mx.get_active_memory()
     for token in tokens:
         token.detach()

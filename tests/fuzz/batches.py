@@ -19,8 +19,8 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache.composites import leaves
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
+from mlx_paged.engine.memory import PoolBudget
 from mlx_paged.engine.request import RequestOptions
-from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches import registry
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
@@ -223,7 +223,7 @@ def _least_budget(case: Case) -> int | None:
     if pool is None or case.max_kv_size is not None:
         return None
     tree = None if case.prefixes == "none" else PrefixCache(pool)  # with it, a sequence takes a block more per group
-    assert pool.holders() == ([] if tree is None else [tree])
+    assert pool.memory.holders() == ([] if tree is None else [tree])
     has_states = not all(isinstance(cache, PagedKVCache) for cache in leaves(caches))
     pool.memory.keeps_states = tree is not None and has_states  # as the engine sets it
     longest = max(len(request.prompt) + request.num_tokens + 1 for request in case.requests)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kv import device_blocks
-from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.blocks import blocks_choice
 from mlx_paged.kv.group import PACED_TOKENS, LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from tests.support.kernels.fake_kernels import fake_kernels

@@ -8,8 +8,8 @@ import pytest
 
 from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
 from mlx_paged.kernels.shared_runs import HEADER, SharedCut
-from mlx_paged.kv.attention_params import Window
 from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.geometry import Window
 from mlx_paged.kv.new_tokens import NewTokens, rounded_up, tail_slots
 from mlx_paged.kv.pool import BlockPool
 from tests.support.pools import kv, pool_of

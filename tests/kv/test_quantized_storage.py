@@ -15,12 +15,11 @@ from mlx_paged.kernels import availability
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import CheckResult
 from mlx_paged.kernels.quantized import rotate
-from mlx_paged.kv import choice
+from mlx_paged.kv import blocks
 from mlx_paged.kv.allocator import NULL_BLOCK
-from mlx_paged.kv.attention_params import AttentionParams, QueryHeads
 from mlx_paged.kv.block_table import BlockTable
-from mlx_paged.kv.choice import kernel_unsupported_reason, prefill_unsupported_reason
-from mlx_paged.kv.geometry import Geometry, PageFormat
+from mlx_paged.kv.blocks import kernel_unsupported_reason, prefill_unsupported_reason
+from mlx_paged.kv.geometry import AttentionParams, Geometry, PageFormat, QueryHeads
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.host_blocks import HostBlocks
 from mlx_paged.kv.new_tokens import visible_slots
@@ -54,7 +53,7 @@ def stored(k: mx.array, v: mx.array, page_format: PageFormat) -> list[np.ndarray
 
 def split(pool: BlockPool, table: BlockTable) -> list[np.ndarray]:
     rows = pool.groups[0].geometry.rows
-    parts = [form.split(x) for form, x in zip(rows, pool.read_stored(table, 0), strict=True)]
+    parts = [form.split(x) for form, x in zip(rows, pool.gather_visible(table, 0, stored=True), strict=True)]
     return [np.array(part.astype(mx.float32)) for triple in parts for part in triple]
 
 
@@ -141,13 +140,13 @@ def test_mismatched_keys_and_rows_are_refused() -> None:
     before = split(pool, table)
     pool.append_tokens(table, 2)
     k, v = kv(1, 2, kd=128, vd=128)
-    rows = pool.read_stored(table, 0)
+    rows = pool.gather_visible(table, 0, stored=True)
     for bad in ((k[..., :64], v[..., :64]), (k.astype(mx.float16), v.astype(mx.float16)), rows):
         with pytest.raises(GeometryError):
             pool.write(0, [table], *bad)
     for bad in ((k, v), (rows[0][..., :-1], rows[1]), [x.astype(mx.int32) for x in rows], [x[0] for x in rows]):
         with pytest.raises(GeometryError, match="rows"):
-            pool.write_stored(0, [table], *bad)
+            pool.write(0, [table], *bad, stored=True)
     pool.trim(table, 2)
     for got, want in zip(split(pool, table), before, strict=True):
         np.testing.assert_array_equal(got, want)
@@ -190,11 +189,11 @@ def test_random_histories_keep_every_row_as_it_was_written(seed: int, window: in
             detached, held = parked.pop()
             sequences.append((detached, list(held)))
         elif action == "carry" and table.num_visible(0):  # as to a file and back
-            rows = [mx.array(np.array(x)) for x in pool.read_stored(table, 0)]
+            rows = [mx.array(np.array(x)) for x in pool.gather_visible(table, 0, stored=True)]
             start = table.starts[0]
             fresh = pool.table_over([[NULL_BLOCK] * (start // pool.block_size)], table.length, [start])
             pool.fill(fresh, 0, start)
-            pool.write_stored(0, [fresh], *rows)
+            pool.write(0, [fresh], *rows, stored=True)
             sequences[index] = (SequenceTables(pool, fresh), tokens)
         del sequence, table
         for other, mine in sequences:
@@ -230,7 +229,7 @@ def test_in_place_pages_equal_functional_pages(page_format: PageFormat) -> None:
             table = twin.sequences[3][twin.pools.index(pool)]
             pool.append_tokens(table, 3)
             for layer in range(3):
-                pool.write_stored(layer, [table], *source.read_stored(row, layer))
+                pool.write(layer, [table], *source.gather_visible(row, layer, stored=True), stored=True)
         twin.check()
         assert twin.pools[0].stats().quantized_tokens == 57
         # Attention of the next token, and again once it is written.
@@ -262,7 +261,7 @@ def test_quantised_decode_kernel_is_checked_before_it_is_chosen(monkeypatch: pyt
     monkeypatch.setattr(availability, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(availability, "prepares_plans", lambda: True)
     monkeypatch.setattr(kernels, "backend", lambda: "metal")
-    monkeypatch.setattr(choice, "checked", check)
+    monkeypatch.setattr(blocks, "checked", check)
     kernels.variants_of.cache_clear()
     try:
         assert "it does not compile" in (kernel_unsupported_reason(geometry, SIZE, QueryHeads(4)) or "")
@@ -310,7 +309,7 @@ def test_pages_hold_the_rows_of_rotated_vectors(page_format: PageFormat, dtype: 
         pool.append_tokens(table, n)
         pool.write(0, [table], *parts[-1])
     k, v = (mx.concatenate(each, axis=2) for each in zip(*parts, strict=True))
-    rows = pool.read_stored(table, 0)
+    rows = pool.gather_visible(table, 0, stored=True)
     for x, form, held, read in zip(
         (k, v), pool.groups[0].geometry.rows, rows, pool.gather_visible(table, 0), strict=True
     ):

@@ -76,7 +76,7 @@ def test_dropped_cache_releases_its_blocks_without_the_collector() -> None:
         reference = weakref.ref(cache)
         del cache
         assert reference() is None
-        pool.collect()
+        pool.lock.collect()
         assert pool.stats().live_blocks == 0
     finally:
         gc.enable()
@@ -180,4 +180,4 @@ def test_caches_of_a_pool_are_evicted_in_order_and_held_weakly() -> None:
     pool.memory.evict(3 * pool.groups[0].bytes_per_block)
     assert (len(first.entries), len(second.entries)) == (0, 2)
     del first, cache
-    assert pool.holders() == [second]
+    assert pool.memory.holders() == [second]

@@ -11,8 +11,8 @@ from hypothesis.stateful import (
 )
 
 from mlx_paged.errors import PoolExhaustedError
-from mlx_paged.kv.attention_params import Window
 from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.geometry import Window
 from mlx_paged.prefix.prefix_cache import PrefixCache
 from tests.support.cases import run_machine, slow
 from tests.support.prefixes import check_contents, compute, make_pool

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_paged.cache.batch import Batch
+from mlx_paged.cache.batch import Batch, NoBlocksError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
 from mlx_paged.cache.composites import leaves, with_leaves
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
@@ -75,12 +75,16 @@ def batch_over(rows: Sequence[Sequence[Any]]) -> list[Any]:
     parts = [leaves(row) for row in rows]
     first = next(index for index, part in enumerate(parts[0]) if isinstance(part, PagedKVCache))
     batch = Batch(parts[0][first].pool, [copy.deepcopy(row[first].sequence) for row in parts])
-    failed = batch.reserve()
-    if failed is not None:
+    error = None
+    try:
+        batch.reserve()
+    except NoBlocksError as lack:
+        error = lack.error
+    if error is not None:
         try:
-            raise failed.error
+            raise error
         finally:
-            del failed, batch, parts
+            del error, batch, parts
     layers = [
         PagedBatchKVCache(batch, layer[0].layer) if isinstance(layer[0], PagedKVCache) else layer[0].merge(list(layer))
         for layer in zip(*parts, strict=True)

@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.attention.dispatch import attend
-from mlx_paged.kv.attention_params import AttentionParams
 from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.geometry import AttentionParams
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 

@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.cache.sequence import SequenceTables
-from mlx_paged.kv.attention_params import Window
 from mlx_paged.kv.block_table import BlockTable
+from mlx_paged.kv.geometry import Window
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import UNLIMITED, BlockPool
 from mlx_paged.prefix.prefix_cache import PrefixCache

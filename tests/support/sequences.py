@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_paged import BlockPool, LayerGroup, PagedKVCache, SequenceTables
-from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.blocks import blocks_choice
 
 HEADS, KV_HEADS, DIM, BLOCK, WINDOW = 4, 2, 16, 8, 20
 LAYERS = 3  # 0 and 2 global, 1 sliding

@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from mlx_paged.kv.attention_params import QueryHeads
 from mlx_paged.kv.block_table import BlockTable
-from mlx_paged.kv.choice import blocks_choice
-from mlx_paged.kv.geometry import PageFormat
+from mlx_paged.kv.blocks import blocks_choice
+from mlx_paged.kv.geometry import PageFormat, QueryHeads
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from tests.support.pools import noise

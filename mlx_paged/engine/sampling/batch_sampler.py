@@ -15,7 +15,7 @@ import numpy as np
 
 from ...kernels import draw_rows
 from ...kernels.draw_rows import WIDTH, DrawnRow
-from ..step_logits import normalised
+from ..request import normalised
 from .params import SamplingParams
 from .penalties import Penalties
 

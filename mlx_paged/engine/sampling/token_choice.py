@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ...errors import ConfigError, check_device
-from ..request import Request
-from ..step_logits import Sampler, StepLogits
+from ..request import Request, Sampler, normalised
 from .batch_sampler import BatchSampler, SampledRow
 from .params import SamplingParams
 
@@ -30,14 +29,14 @@ class Choice(NamedTuple):
     """The tokens chosen in a step.
 
     Attributes:
-        step: the logits that they were chosen from.
+        logits: those that they were chosen from.
         tokens: one for each of the logits, ``[T]``.
         contexts: tokens passed to rows' own processors; to be computed with the step.
         broken: errors of the rows' processors and samplers, by index of the logits.
         inputs: the step's input tokens, if they had to be read; else empty.
     """
 
-    step: StepLogits
+    logits: mx.array
     tokens: mx.array
     contexts: list[mx.array]
     broken: dict[int, Exception]
@@ -120,11 +119,10 @@ class TokenChoice:
         penalised = self.sampler.penalised(logits, inputs, None if places is None else places.rows)
         if self._all_together:
             tokens = self.sampler.sample(penalised) if places is None else self.sampler.sample(penalised, *places)
-            return Choice(StepLogits(penalised), tokens, [], broken, [])
+            return Choice(penalised, tokens, [], broken, [])
         rows = self._rows if places is None else [self._rows[row] for row in places.rows]
         logits, contexts = self._process(rows, penalised, inputs, broken)
-        step = StepLogits(logits)
-        return Choice(step, self._sample(rows, places, logits, step, broken), contexts, broken, [])
+        return Choice(logits, self._sample(rows, places, logits, broken), contexts, broken, [])
 
     def _learn(self, vocab_size: int) -> None:
         """Set the vocabulary size, known since the first step, and check the rows' parameters against it."""
@@ -161,28 +159,27 @@ class TokenChoice:
         rows: Sequence[Request],
         places: Places | None,
         logits: mx.array,
-        step: StepLogits,
         broken: dict[int, Exception],
     ) -> mx.array:
         """Return a token from each of the logits, chosen together except in rows with a sampler of their own. These are
         called for one row at a time, as in mlx-lm, unless all rows share one: not every sampler takes several."""
         own = [(index, row.sampler) for index, row in enumerate(rows) if row.sampler is not None]
+        logprobs = normalised(logits)
         if len(own) == len(rows) and all(sampler is own[0][1] for _, sampler in own):
-            return self._call(own[0][1], step, list(range(len(rows))), broken)
+            return self._call(own[0][1], logprobs, list(range(len(rows))), broken)
         rest = [index for index, row in enumerate(rows) if row.sampler is None]
         of = rest if places is None else [places.rows[index] for index in rest]
         ahead = None if places is None else [places.ahead[index] for index in rest]
         if not own:
             return self.sampler.sample(logits, of, ahead)
-        found = [self._call(sampler, step, [index], broken) for index, sampler in own]
+        found = [self._call(sampler, logprobs, [index], broken) for index, sampler in own]
         if rest:
             found.append(self.sampler.sample(logits[mx.array(rest)], of, ahead))
         return mx.concatenate(found)[mx.argsort(mx.array([*(index for index, _ in own), *rest]))]
 
-    def _call(self, sampler: Sampler, step: StepLogits, rows: list[int], broken: dict[int, Exception]) -> mx.array:
-        logprobs = step.logprobs()
+    def _call(self, sampler: Sampler, logprobs: mx.array, rows: list[int], broken: dict[int, Exception]) -> mx.array:
         try:
-            tokens = sampler(logprobs if len(rows) == step.num_rows else logprobs[mx.array(rows)])
+            tokens = sampler(logprobs if len(rows) == len(logprobs) else logprobs[mx.array(rows)])
             _check_result("sampler", tokens, (len(rows),), mx.integer)
             return tokens
         except Exception as error:
@@ -190,7 +187,7 @@ class TokenChoice:
             if len(rows) == 1:
                 broken.setdefault(rows[0], error)
                 return mx.zeros((1,), mx.uint32)
-            return mx.concatenate([self._call(sampler, step, [row], broken) for row in rows])
+            return mx.concatenate([self._call(sampler, logprobs, [row], broken) for row in rows])
 
 
 def _check_result(what: str, result: Any, shape: tuple[int, ...], kind: mx.DtypeCategory) -> None:

@@ -18,7 +18,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import compiled_step
-from mlx_paged.engine.model_state import ModelState
+from mlx_paged.engine.compiled_step import ModelState
 from mlx_paged.patches.models import model_calls
 from tests.support.cases import quick
 from tests.support.kernels.traceable_kernels import traceable_kernels

@@ -16,13 +16,13 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.cache.batch import NotCompilable, NotPackableError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
-from mlx_paged.cache.lazy_kv import lazy_kv_of
+from mlx_paged.cache.layer_cache import lazy_kv_of
 from mlx_paged.cache.placeholders import Placeholder, PlaceholderBatch, PlaceholderTokens
 from mlx_paged.engine import compiled_step
 from mlx_paged.engine.compiled_step import compiled_steps
 from mlx_paged.errors import GeometryError, PromptCacheError
-from mlx_paged.kv.attention_params import AttentionParams, QueryHeads, Window
-from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.blocks import blocks_choice
+from mlx_paged.kv.geometry import AttentionParams, QueryHeads, Window
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from scripts.support import model_configs

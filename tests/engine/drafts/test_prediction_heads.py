@@ -10,7 +10,7 @@ import mlx_paged
 from mlx_paged import ConfigError, PagedConfig
 from mlx_paged.drafts.depth import TRIAL_CONTEXT
 from mlx_paged.engine.hidden_states import MOST_POSITIONS, HiddenStates
-from mlx_paged.engine.proposer import num_known
+from mlx_paged.engine.interfaces import num_known
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.cases import crossed, quick
 from tests.support.models import prediction_heads

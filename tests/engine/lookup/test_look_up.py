@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import mlx_paged
 from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.drafts import look_up
-from mlx_paged.drafts.look_up import LEAST_CHANCE, MOST_COMPARED, SIZES, NgramIndex, Predictor
-from mlx_paged.engine.proposer import NextTokens
+from mlx_paged.drafts.look_up import LEAST_CHANCE, MOST_COMPARED, SIZES, Predictor
+from mlx_paged.engine.interfaces import NextTokens
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
@@ -240,8 +240,8 @@ def predictor_of(tokens: list[int], most: int) -> Predictor:
     return predictor
 
 
-def index_of(tokens: list[int], at_once: int = 1 << 20) -> NgramIndex:
-    index = NgramIndex(list(tokens))
+def index_of(tokens: list[int], at_once: int = 1 << 20) -> Predictor:
+    index = Predictor(list(tokens), 1)
     while index.index(at_once):
         pass
     return index
@@ -275,7 +275,7 @@ def test_longer_repetitions_raise_the_chances() -> None:
     after = predictor.drafts(0, ANY)
     assert sum(before.chances) < 6
     assert after.tokens == text[60:76] and sum(after.chances) > 14
-    assert predictor.num_tokens == 460
+    assert len(predictor.tokens) == 460
 
 
 def test_a_row_stops_proposing_while_its_predictions_fail() -> None:
@@ -297,7 +297,7 @@ FEW = st.lists(st.integers(0, 3), max_size=40)
 
 
 def by_hand(tokens: list[int]) -> tuple[int, int] | None:
-    """Return what :meth:`NgramIndex.find` should: the last earlier occurrence of the last 3, or else 2, tokens."""
+    """Return what :meth:`Predictor.find` should: the last earlier occurrence of the last 3, or else 2, tokens."""
     for size in SIZES:
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[len(tokens) - size :]:
@@ -340,14 +340,14 @@ def test_a_prompt_is_indexed_from_its_end_some_tokens_at_a_time() -> None:
 def test_a_step_indexes_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows have long prompts, and only in steps that may have drafts."""
     counts: list[int] = []
-    original = NgramIndex.index
+    original = Predictor.index
 
-    def count(self: NgramIndex, most: int) -> int:
+    def count(self: Predictor, most: int) -> int:
         found = original(self, most)
         counts.append(found)
         return found
 
-    monkeypatch.setattr(NgramIndex, "index", count)
+    monkeypatch.setattr(Predictor, "index", count)
     rows = [request_of(uid, 1) for uid in range(3)]
     for row in rows:
         row.history, row.options = list(range(3000)), RequestOptions(prompt_lookup=4)

@@ -10,9 +10,9 @@ import pytest
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.engine.memory import PoolBudget
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.errors import RequestTooLargeError
-from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes

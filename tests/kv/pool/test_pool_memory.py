@@ -7,12 +7,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged.engine.memory import Append, PoolBudget
 from mlx_paged.errors import PoolExhaustedError
-from mlx_paged.kv.attention_params import QueryHeads
 from mlx_paged.kv.block_table import BlockTable
-from mlx_paged.kv.budget import Append, PoolBudget
-from mlx_paged.kv.choice import blocks_choice
-from mlx_paged.kv.geometry import Geometry
+from mlx_paged.kv.blocks import blocks_choice
+from mlx_paged.kv.geometry import Geometry, QueryHeads
 from mlx_paged.kv.group import Group, LayerGroup
 from mlx_paged.kv.memory import WINDOW_CHUNK, WINDOW_ROWS, divided
 from mlx_paged.kv.pool import BlockPool

@@ -16,9 +16,9 @@ from hypothesis.stateful import (
 )
 
 from mlx_paged.errors import BlockStateError, PoolExhaustedError, TrimError
-from mlx_paged.kv.attention_params import QueryHeads
 from mlx_paged.kv.block_table import BlockTable
-from mlx_paged.kv.choice import blocks_choice
+from mlx_paged.kv.blocks import blocks_choice
+from mlx_paged.kv.geometry import QueryHeads
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from tests.support.cases import run_machine, slow

@@ -13,8 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.engine.memory import PoolBudget
 from mlx_paged.errors import RequestTooLargeError
-from mlx_paged.kv.budget import PoolBudget
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches import registry
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache

@@ -203,14 +203,14 @@ def test_kept_responses_hold_only_their_own_rows() -> None:
         others.append(np.array(responses[3].logprobs))
     del responses
     gen.next_generated()
-    steps_held = {id(response._logprobs._step) for response in kept}
-    sizes = [response._logprobs._step._values.shape for response in kept]
+    steps_held = {id(response._logprobs._logits) for response in kept}
+    sizes = [response._logprobs._logits.shape for response in kept]
     assert sizes[:-2] == [(1, vocab)] * (len(kept) - 2) and len(steps_held) == len(kept)
     for response, logprobs in zip(kept, others, strict=True):
         np.testing.assert_array_equal(np.array(response.logprobs), logprobs)
     while gen.next_generated():
         pass
-    assert all(response._logprobs._step._values.shape == (1, vocab) for response in kept)
+    assert all(response._logprobs._logits.shape == (1, vocab) for response in kept)
 
 
 def test_option_that_mlx_lm_lacks_is_refused_for_a_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ from mlx_lm.sample_utils import greedy_sampler
 
 import mlx_paged
 from mlx_paged import PagedConfig
+from mlx_paged.engine.request import normalised
 from mlx_paged.engine.sampling.batch_sampler import BatchSampler, SampledRow
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.engine.step_logits import normalised
 from tests.support.cases import crossed, quick, slow
 from tests.support.models.batch_runs import generator
 from tests.support.models.builders import build, greedy, prompt_of

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 import mlx_paged
 from mlx_paged import KernelUnavailableError, PagedConfig
 from mlx_paged.attention import dispatch
-from mlx_paged.kv.attention_params import AttentionParams
+from mlx_paged.kv.geometry import AttentionParams
 from tests.support.cases import crossed, quick, slow
 from tests.support.models.builders import KINDS, WINDOW, build, greedy, perturbed, prompt_of, rms
 
@@ -139,7 +139,7 @@ def test_kernel_on_with_an_unsupported_model_raises_before_any_change() -> None:
     model = build("llama", num_attention_heads=3, num_key_value_heads=1, head_dim=24)
     with pytest.MonkeyPatch.context() as patch:
         reason = "head_dim 24/24 is not one of the kernel's"
-        patch.setattr("mlx_paged.kv.choice.kernel_unsupported_reason", lambda *_: reason)
+        patch.setattr("mlx_paged.kv.blocks.kernel_unsupported_reason", lambda *_: reason)
         mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
         with pytest.raises(KernelUnavailableError, match=f"kernel=on, but {reason}"):
             greedy(model, prompt_of(9), 2)

@@ -22,9 +22,8 @@ from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import availability, nvidia
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
-from mlx_paged.kv import choice, device_blocks
-from mlx_paged.kv.attention_params import AttentionParams, QueryHeads, Window
-from mlx_paged.kv.geometry import Geometry
+from mlx_paged.kv import blocks, device_blocks
+from mlx_paged.kv.geometry import AttentionParams, Geometry, QueryHeads, Window
 from tests.support.kernels.quantized_pages import pages_of, rows_of
 
 NO_PAGES = (None, None)
@@ -290,7 +289,7 @@ def decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | Non
 
 @contextmanager
 def fake_kernels() -> Iterator[FakeKernels]:
-    """Replace the kernels by fakes. Pools made in this context by :func:`mlx_paged.kv.choice.blocks_choice`
+    """Replace the kernels by fakes. Pools made in this context by :func:`mlx_paged.kv.blocks.blocks_choice`
     are in place."""
     fake = FakeKernels()
     names = ("prepare_write", "prepare_decode", "prepare_gather", "copy_blocks")
@@ -300,7 +299,7 @@ def fake_kernels() -> Iterator[FakeKernels]:
         # In a compiled step, a fake would run only once, while it is traced.
         mock.patch.object(compiled_step, "compile_function", lambda function: function),
         mock.patch.object(config, "device_unsupported_reason", lambda: None),
-        mock.patch.object(choice, "kernel_unsupported_reason", decline),
+        mock.patch.object(blocks, "kernel_unsupported_reason", decline),
         mock.patch.object(dispatch, "kernel_unsupported_reason", decline),
         mock.patch.object(dispatch, "prefill_unsupported_reason", decline),
         mock.patch.object(device_blocks, "prepare_prefill", fake.prepare_prefill),

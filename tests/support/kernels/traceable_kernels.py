@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_paged.attention import gather
 from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kv.attention_params import AttentionParams
+from mlx_paged.kv.geometry import AttentionParams
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 
 

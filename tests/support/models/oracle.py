@@ -25,7 +25,7 @@ class Oracle(Predictor):
     vocab = 24
 
     def drafts(self, skipped: int, most: int) -> Drafts | None:
-        tokens = self._index.tokens
+        tokens = self.tokens
         prompt = max((p for p in self.answers if tuple(tokens[: len(p)]) == p), key=len, default=None)
         if prompt is None:
             return super().drafts(skipped, most)

@@ -7,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged.cache.batch import NoBlocksError
 from mlx_paged.engine.prefill import Prefill
 from mlx_paged.engine.request import Request
-from mlx_paged.engine.runner import NoBlocksError
 from mlx_paged.engine.scheduler import Chunk
 from tests.support.models.batch_runs import TOLERANCE, Outcome, packing_generator
 from tests.support.models.builders import greedy, prompt_of

@@ -12,12 +12,11 @@ from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.drafts.look_up import look_up_of
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.peers import ALONE
+from mlx_paged.engine.interfaces import ALONE, Upstream
 from mlx_paged.engine.request import Request, RequestOptions
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.engine.upstream import Upstream
 from mlx_paged.errors import RequestFailedError
-from mlx_paged.kv.attention_params import AttentionParams
+from mlx_paged.kv.geometry import AttentionParams
 from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.prefix_cache import SharedPrefixes

@@ -1,13 +1,18 @@
-"""Proposer: the interface of a source of drafts; Proposal: the drafts of one step."""
+"""What an engine is given: proposers of drafts, peers over ranks, and the parts of mlx-lm that it uses."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 
+from ..errors import RequestFailedError
+from ..kv.pool import BlockPool
 from .request import Request
+from .scheduler import ScheduledStep
+
+T = TypeVar("T")
 
 MOST_TOKENS = 256  # most tokens of a step with drafts: with more, matrix products take longer
 
@@ -96,3 +101,77 @@ def most_drafts(row: Request) -> int:
 def num_known(row: Request) -> int:
     """Return how many tokens of the row the host knows that come before its next one."""
     return len(row.history) + len(row.source) - (row.logits is None)
+
+
+class TokenResponse(Protocol):
+    """The response to the caller for one token."""
+
+    uid: int
+    token: int
+    finish_reason: str | None
+    all_tokens: list[int] | None
+
+    def attach(self, request: Any) -> None:
+        """Take ownership of the finished request and its cache."""
+
+    def drop_cache(self) -> bool:
+        """Release that cache unless it was read. Returns whether it was released."""
+
+
+class Upstream(NamedTuple):
+    """Classes and functions of mlx-lm, given by the patches, so that the engine imports none of it.
+
+    Attributes:
+        response: makes the response for a token, from uid, token, its :class:`.request.TokenLogits`, the finish
+            reason or None, and ``num_cached``.
+        prompt_response: makes the response for a prompt's progress, from uid, (tokens done, tokens in all), whether a
+            segment ends there, and whether the prompt does.
+        token_buffer: keeps a request's tokens for its logits processors.
+        state_cache: class of the caches of layers that keep a state instead of keys and values.
+    """
+
+    response: Callable[..., TokenResponse]
+    prompt_response: Callable[[int, tuple[int, int], bool, bool], Any]
+    token_buffer: Callable[[Sequence[int]], Any]
+    state_cache: type[Any]
+
+
+class Peers:
+    """Other processes that run the same engine over their parts of a model, and must decide alike. The methods here are
+    those of a process that is alone.
+
+    Attributes:
+        is_alone: there are none. Otherwise nothing may depend on this process's own clock, devices or threads.
+    """
+
+    is_alone = True
+
+    def guarded(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the model, with calls that end all processes if they raise in one."""
+        return model
+
+    def agreed(self, tokens: mx.array) -> mx.array:
+        """Return the tokens that the first process has chosen, given this one's."""
+        return tokens
+
+    def broadcast(self, value: T) -> T:
+        """Return the first process's value."""
+        return value
+
+    def begin_step(self) -> None:
+        """Compare all decisions so far. Raises RankError: another process has ended."""
+
+    def note(self, what: str, *values: Iterable[int]) -> None:
+        """Note a decision: its kind, and lists of integers."""
+
+    def note_step(
+        self,
+        plan: ScheduledStep,
+        generated: Sequence[TokenResponse],
+        failures: Collection[RequestFailedError],
+        pool: BlockPool | None,
+    ) -> None:
+        """Note what a step has done."""
+
+
+ALONE = Peers()

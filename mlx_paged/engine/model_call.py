@@ -1,4 +1,4 @@
-"""Runner: model calls for the new tokens of requests: next tokens, drafts and chunks of prompts alike."""
+"""ModelCall: a model call for the new tokens of requests: next tokens, drafts and chunks of prompts alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.batch import Batch, NotPackableError
+from ..cache.batch import Batch, NoBlocksError, NotPackableError
 from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import PackedStates
@@ -16,22 +16,9 @@ from ..errors import without_frames
 from .request import Request
 
 
-class NoBlocksError(Exception):
-    """No block could be allocated for a request's new tokens. Nothing was computed, and nothing is reserved, but one by
-    one for the requests before it, whose positions the next :meth:`Rows.reserve` finds.
-
-    Args:
-        request: the request.
-        error: why, without its traceback.
-    """
-
-    def __init__(self, request: Request, error: Exception) -> None:
-        super().__init__(str(error))
-        self.request, self.error = request, error
-
-
-class Rows:
-    """Requests with new tokens, and the layers' caches of a model call for them.
+class ModelCall:
+    """Requests with new tokens, and the layers' caches of a model call for them. While the rows stay the same, one
+    object serves step after step of decoding.
 
     Together, each token is a row of its own, ``[T, 1]`` (:class:`.batch.Batch`): nothing is padded. Layers without
     blocks take the requests' states side by side. One by one, there is a call ``[1, n]`` for each request, over its own
@@ -93,51 +80,36 @@ class Rows:
             for own, arrays in zip(self._own, states.of_each(), strict=True):
                 own[place].cache = arrays
 
-    def reserve(self) -> None:
-        """Reserve the block positions of all new tokens in every group. Raises NoBlocksError."""
+    def _reserve(self) -> None:
+        """Reserve the block positions of all new tokens in every group.
+
+        Raises:
+            NoBlocksError: nothing is reserved, but one by one for the requests before, whose positions are found the
+                next time.
+        """
         if self._batch is not None:
             try:
-                failed = self._batch.reserve()
+                self._batch.reserve()
+            except NoBlocksError:
+                raise
             except Exception as error:  # of no row for certain: the one that joined last gives way
-                raise NoBlocksError(self.requests[-1], without_frames(error)) from None
-            if failed is not None:
-                raise NoBlocksError(self.requests[failed.row], failed.error)
+                raise NoBlocksError(len(self.requests) - 1, without_frames(error)) from None
         elif self.layers is None:
             counts = self.counts or [1] * len(self._sequences)
-            for request, sequence, count in zip(self.requests, self._sequences, counts, strict=False):
+            for row, (sequence, count) in enumerate(zip(self._sequences, counts, strict=False)):
                 try:
                     if sequence.is_level():  # else it has its positions, and another request had found none
                         sequence.reserve(count)
                 except Exception as error:
-                    raise NoBlocksError(request, without_frames(error)) from None
+                    raise NoBlocksError(row, without_frames(error)) from None
 
-    def undo(self) -> None:
-        """Undo :meth:`reserve`; what layers have written is dropped."""
-        if self._batch is not None:
-            self._batch.undo_reserve()
-
-    def commit(self) -> None:
-        """Check that all layers have taken several tokens of a request as rows. Raises NotPackableError."""
-        if self.counts is not None and self._batch is not None:
-            self._batch.commit()
-
-
-class Runner:
-    """Calls a model for new tokens of requests: for decoding, for the verification of drafts and for prompts.
-
-    Args:
-        model: called with tokens and ``cache``, a list of the layers' caches.
-
-    Attributes:
-        call: the model. Its class is wrapped (patches/models/model_calls.py): on a GPU most decode steps run in
-            :class:`.compiled_step.CompiledStep`.
-    """
-
-    def __init__(self, model: Callable[..., mx.array]) -> None:
-        self.call = model
-
-    def run(self, rows: Rows, tokens: mx.array) -> mx.array:
+    def run(self, model: Callable[..., mx.array], tokens: mx.array) -> mx.array:
         """Reserve the positions of all new tokens in every group, and compute the tokens ``[T]``, request by request.
+
+        Args:
+            model: called with tokens and ``cache``, a list of the layers' caches. Its class is wrapped
+                (patches/models/model_calls.py): on a GPU most decode steps run in :class:`.compiled_step.CompiledStep`.
+            tokens: the new tokens.
 
         Returns:
             Logits ``[T, vocab]``; one by one ``[B, vocab]``, of each request's last token.
@@ -147,17 +119,19 @@ class Runner:
             NotPackableError: the model does not take several tokens of a request as rows. Nothing has changed.
             Exception: the model's own. The requests must be failed: what their caches hold is not known.
         """
-        rows.reserve()
-        if rows.layers is None:
+        self._reserve()
+        if self.layers is None:
             found, begin = [], 0
-            for request, count in zip(rows.requests, rows.counts or [1] * len(rows.requests), strict=True):
-                found.append(self.call(tokens[begin : begin + count][None], cache=request.caches)[:, -1, :])
+            for request, count in zip(self.requests, self.counts or [1] * len(self.requests), strict=True):
+                found.append(model(tokens[begin : begin + count][None], cache=request.caches)[:, -1, :])
                 begin += count
             return found[0] if len(found) == 1 else mx.concatenate(found)
         try:
-            logits: mx.array = self.call(tokens[:, None], cache=rows.caches)[:, -1, :]
-            rows.commit()
+            logits: mx.array = model(tokens[:, None], cache=self.caches)[:, -1, :]
+            if self.counts is not None and self._batch is not None:
+                self._batch.commit()
         except NotPackableError:
-            rows.undo()
+            if self._batch is not None:
+                self._batch.undo_reserve()  # what layers have written is dropped
             raise
         return logits
