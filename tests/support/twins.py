@@ -76,7 +76,10 @@ class Twin:
             for layer, (group, _) in self.pools[0].places.items():
                 if not tables[0].num_visible(group):
                     continue
-                for read in (BlockPool.gather_visible, BlockPool.read_stored):
-                    got, expected = (read(pool, own, layer) for pool, own in zip(self.pools, tables, strict=True))
+                for stored in (False, True):
+                    got, expected = (
+                        pool.gather_visible(own, layer, stored=stored)
+                        for pool, own in zip(self.pools, tables, strict=True)
+                    )
                     for a, b in zip(got, expected, strict=True):
                         np.testing.assert_array_equal(np.array(a), np.array(b))
