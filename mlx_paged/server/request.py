@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter
 from ..engine.sampling.params import SamplingParams
 from ..grammar.grammar import CompiledGrammar
 from .constraint import Constraint
-from .errors import invalid
+from .errors import prompt_too_long
 from .stops import StopList
 
 _numbers = itertools.count(1)
@@ -92,7 +92,7 @@ class PromptLimits(NamedTuple):
         if self.of_model:
             why = "the model's context length"
         number = f"at least {num_tokens}" if at_least else str(num_tokens)
-        raise invalid(f"{number} tokens > {self.tokens} maximum: {why}", code="context_length_exceeded")
+        raise prompt_too_long(f"{number} tokens > {self.tokens} maximum: {why}")
 
 
 @dataclass

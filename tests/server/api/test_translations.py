@@ -187,6 +187,9 @@ def test_errors_have_the_form_of_each_api(server: ServerProcess) -> None:
     assert "--served-model-name" in error["message"] and ours.headers["x-request-id"]
     theirs = server.post("/v1/messages", {"messages": HI, "model": "nobody", "max_tokens": 1})
     assert theirs.json["type"] == "error" and theirs.json["error"]["type"] == "not_found_error"
+    threaded = server.post("/v1/messages", {"messages": HI, "thread": {"type": "create"}, "max_tokens": 1})
+    assert threaded.status == 400
+    assert threaded.json["error"]["details"] == {"error_code": "thread_unsupported_request"}
     for path, words in (("/nothing", "no such endpoint: /nothing"), ("/health", "method not allowed")):
         answer = server.post(path, {})
         assert answer.status in (404, 405) and words in answer.json["error"]["message"]
