@@ -82,14 +82,19 @@ class RequestRefused(Exception):
         """Return the error in Anthropic's format."""
         status = int(self.status)
         kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        message = str(self)
-        if self.code == "context_length_exceeded":
-            message = f"prompt is too long: {message}"
-        return {"type": "error", "error": {"type": kind, "message": message, "param": self.param}}
+        error: dict[str, Any] = {"type": kind, "message": str(self), "param": self.param}
+        if self.param == "thread":  # Anthropic's clients send the whole history instead if the error has this code
+            error["details"] = {"error_code": "thread_unsupported_request"}
+        return {"type": "error", "error": error}
 
 
 def invalid(message: str, param: str | None = None, *, code: str | None = None) -> RequestRefused:
     return RequestRefused(400, message, param=param, code=code)
+
+
+def prompt_too_long(reason: str) -> RequestRefused:
+    """Return a 400 by whose first words LangChain and LiteLLM recognise it, in either API."""
+    return invalid(f"prompt is too long: {reason}", code="context_length_exceeded")
 
 
 def unavailable(message: str) -> RequestRefused:
@@ -105,7 +110,7 @@ def refusal_of(error: BaseException) -> RequestRefused:
     if isinstance(error, RequestRefused):
         return error
     if isinstance(error, RequestTooLargeError):
-        return invalid(str(error), code="context_length_exceeded")
+        return prompt_too_long(str(error))
     if isinstance(error, PoolExhaustedError):
         return RequestRefused(429, str(error), kind="insufficient_memory", retry_after=1)
     if isinstance(error, ConfigError | GrammarError):

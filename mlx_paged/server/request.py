@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..engine.sampling.params import SamplingParams
 from ..grammar.compiler import GrammarSource
 from ..grammar.grammar import CompiledGrammar
-from .errors import invalid
+from .errors import prompt_too_long
 
 _numbers = itertools.count(1)
 
@@ -90,7 +90,7 @@ class PromptLimits(NamedTuple):
         if self.of_model:
             why = "the model's context length"
         number = f"at least {num_tokens}" if at_least else str(num_tokens)
-        raise invalid(f"{number} tokens > {self.tokens} maximum: {why}", code="context_length_exceeded")
+        raise prompt_too_long(f"{number} tokens > {self.tokens} maximum: {why}")
 
 
 class Tool(NamedTuple):

@@ -77,6 +77,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # why, and the values that change nothi
     "inference_geo": ("there is only one location",),
     "mcp_servers": ("there are no built-in tools", []),
     "speed": ("there is only one speed", "standard"),
+    "thread": ("there are no threads; send the whole history",),
     "user_profile_id": ("there are no user profiles",),
     "workspace_id": ("there are no workspaces",),
     "background": ("there is no background mode", False),

@@ -169,6 +169,12 @@ def test_developer_messages_are_system_messages(path: str, server: ServerProcess
     assert first.text == second.text
 
 
+def test_threads_of_messages_are_refused_by_the_code_that_sdks_know(server: ServerProcess) -> None:
+    threaded = server.post("/v1/messages", {"messages": HI, "thread": {"type": "create"}, "max_tokens": 1})
+    assert threaded.status == 400
+    assert threaded.json["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 def test_unknown_parameters_are_named_in_a_header(server: ServerProcess) -> None:
     body = {"messages": HI, "max_tokens": 1, "temprature": 1, "stream_options": {"x": 1}}
     answer = server.post("/v1/chat/completions", body)
