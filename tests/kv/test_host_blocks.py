@@ -74,6 +74,17 @@ def test_rows_and_packs_go_to_their_own_slots(dtype: mx.Dtype) -> None:
             assert (bits(got[:, :, -own.shape[2] :]) == bits(own)).all()
 
 
+def test_a_step_of_rows_is_built_without_waiting_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, tables, waited = blocks_of(9), [table_of([5, 2], 8), table_of([7], 1), table_of([1, 4], 6)], []
+    k, v = tokens(1, 1, batch=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", lambda *arrays: waited.extend(x for x in arrays if isinstance(x, mx.array) or x))
+        write(blocks, tables, (1, 1, 1), k, v)
+    assert not waited
+    for row, table in enumerate(tables):
+        assert (bits(read(blocks, table)[1][:, :, -1:]) == bits(v[row : row + 1])).all()
+
+
 def test_rows_are_fetched_left_padded() -> None:
     blocks = blocks_of(8)
     k, v = tokens(1, 12)
