@@ -50,7 +50,7 @@ class Blocks(Protocol):
 
     def resize(self, num_blocks: int) -> None:
         """Change the number of blocks: append blocks of zeros; or, after a growth that failed half way, keep only the
-        first ones. Peak memory rises by one tensor. If it fails, blocks that exist before and after keep their
+        first ones. Peak memory rises by one layer's tensors. If it fails, blocks that exist before and after keep their
         contents."""
 
     def drop(self) -> None:

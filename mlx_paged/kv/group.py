@@ -390,11 +390,10 @@ class Group:
         """
         blocks = self.blocks[position]
         assert isinstance(blocks, HostBlocks)
-        index = None if made is None else made.get("fetch")
+        made, key = {} if made is None else made, ("fetch", blocks.num_blocks)
+        index = made.get(key)
         if index is None:
-            index = blocks.index_of(padded_slots(tables, self.index))
-            if made is not None:
-                made["fetch"] = index
+            index = made[key] = blocks.index_of(padded_slots(tables, self.index))
         keys, values = blocks.fetch(index)
         # Outputs of one operation are computed together: the third, of one element, is ready when the others are.
         keys, values, read = mx.depends([keys, values, mx.zeros(())], [])
@@ -403,8 +402,6 @@ class Group:
 
     def ready(self) -> list[mx.array]:
         """Return small arrays that are ready when all writes so far are."""
-        if not self.in_place:
-            return [array for blocks in self.blocks for array in blocks.pending]
         return [array for blocks in self.blocks for array in blocks.ready()]
 
     def pace(self, layer_position: int, num_tokens: int) -> None:

@@ -14,20 +14,21 @@ from .block_table import BlockTable
 from .geometry import Geometry
 from .new_tokens import NewTokens, visible_slots
 
-NO_BLOCKS = mx.array(np.zeros((1, 1, 0, 1), np.float32))
+NO_BLOCKS = mx.array(np.zeros((0, 1), np.float32))
+ZERO = mx.array(np.zeros((), np.float32))
 
 
 class HostBlocks:
-    """K ``[1, n_kv_heads, num_blocks * block_size, head_dim]`` and V of one layer: the slots of all blocks, block by
-    block. It is the layout of mlx-lm's own cache, so attention reads blocks with consecutive ids, as a sequence alone
-    in the pool has, through a view (docs/adr/0092).
+    """K ``[n_kv_heads * num_blocks * block_size, head_dim]`` and V of one layer: the slots of all blocks, block by
+    block, of one head after the other. It is the layout of mlx-lm's own cache, so attention reads blocks with
+    consecutive ids, as a sequence alone in the pool has, through a view (docs/adr/0092).
 
-    The next few tokens of one sequence whose blocks are consecutive are written lazily, as mlx-lm's cache writes them:
-    MLX reuses the array's memory unless something else refers to it. Everything else is written through NumPy views:
-    nothing is copied, and it is done when the method returns. So an MLX view of the blocks is memory, not a value: it
-    changes with the next write. Whatever leaves the cache is a copy, and what was built over the blocks and is not
-    computed yet is in ``pending``, which a write computes first (docs/adr/0092). With a page format the arrays hold
-    quantised rows, made when a token is written.
+    The next few tokens of each sequence are written lazily, by an index that all layers of a step share: a step is one
+    graph, and MLX reuses the arrays' memory unless something else refers to it. Everything else is written through
+    NumPy views: nothing is copied, and it is done when the method returns. So an MLX view of the blocks is memory, not
+    a value: it changes with the next write. Whatever leaves the cache is a copy, and what was built over the blocks and
+    is not computed yet is in ``pending``, which a write computes first (docs/adr/0092). With a page format the arrays
+    hold quantised rows, made when a token is written.
 
     Args:
         geometry: of the layer's keys and values.
@@ -55,19 +56,23 @@ class HostBlocks:
 
     def _zeros(self, num_blocks: int, dim: int) -> mx.array:
         # Zeros, not uninitialised memory: a masked product with NaN would still be NaN.
-        return mx.zeros((1, self._stored.num_kv_heads, num_blocks * self.block_size, dim), self._stored.dtype)
+        return mx.zeros((self._stored.num_kv_heads * num_blocks * self.block_size, dim), self._stored.dtype)
 
     @property
     def num_blocks(self) -> int:
         """Blocks that both tensors hold; 0 after :meth:`drop`."""
-        return min(self._keys.shape[2], self._values.shape[2]) // self.block_size
+        return int(self._keys.shape[0] // (self._stored.num_kv_heads * self.block_size))
 
     @property
     def _views(self) -> tuple[np.ndarray, np.ndarray]:
-        """The memory of both tensors, once all lazy writes are computed."""
+        """The memory of both tensors, ``[n_kv_heads, num_slots, head_dim]``, once all lazy writes are computed."""
         if self._known_views is None:
-            self._known_views = _view(self._keys), _view(self._values)
+            self._known_views = self._view(self._keys), self._view(self._values)
         return self._known_views
+
+    def _view(self, x: mx.array) -> np.ndarray:
+        view: np.ndarray = np.array(_as_words(x), copy=False)
+        return view.reshape(self._stored.num_kv_heads, -1, x.shape[1])
 
     @property
     def nbytes(self) -> int:
@@ -83,27 +88,32 @@ class HostBlocks:
                 k, v = rotate(k), rotate(v)
             k, v = self._forms[0].quantize(k), self._forms[1].quantize(v)
             self.num_quantized += tokens.num_tokens
-        # A prompt's keys and values would be alive in all layers until the end of its call.
-        is_short = len(tokens.tables) == 1 and len(k) == 1 and k.shape[2] <= MAX_QUERY_LENGTH
-        place = (tokens.made.get("places") or tokens.places())[0] if is_short else None
-        if place is not None and place[1] - place[0] >= k.shape[2]:
+        if tokens.num_tokens <= MAX_QUERY_LENGTH * len(tokens.tables):
+            # Nothing waits for the new keys, so the next layers' can be built. A prompt's would be alive in all layers
+            # until the end of its call.
+            index = self._index_of_new(tokens, len(k))
             mx.eval(self.pending)  # done long ago, but for a model of a layer or two: MLX would copy what is still read
             self.pending.clear()
             self._known_views = None
-            first, end = place[1] - k.shape[2], place[1]
-            self._keys[:, :, first:end], self._values[:, :, first:end] = k, v
-            self.pending += mx.depends([mx.zeros(())], [self._keys, self._values])
+            self._keys[index], self._values[index] = k, v
+            self.pending += mx.depends([ZERO], [self._keys, self._values])
             return
         if self._is_bfloat16:
             k, v = _as_words(k), _as_words(v)
         mx.eval(self.pending, k, v)
         self.pending.clear()
-        slots = tokens.made.get("host slots")
-        if slots is None:
-            slots = tokens.host_slots()
-        for view, x in zip(self._known_views or self._views, (k, v), strict=True):
+        slots = tokens.host_slots()
+        for view, x in zip(self._views, (k, v), strict=True):
             new = np.array(x, copy=False)
             view[:, slots] = new[0] if len(new) == 1 else new.swapaxes(0, 1).reshape(new.shape[1], -1, new.shape[3])
+
+    def _index_of_new(self, tokens: NewTokens, num_rows: int) -> mx.array:
+        """Return the index of new tokens whose arrays are ``[num_rows, n_kv_heads, n, head_dim]``."""
+        key = "index", num_rows, self.num_blocks
+        index: mx.array | None = tokens.made.get(key)
+        if index is None:
+            index = tokens.made[key] = self.index_of(tokens.host_slots().reshape(num_rows, -1))
+        return index
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks onto others; see :meth:`Blocks.copy`."""
@@ -115,13 +125,15 @@ class HostBlocks:
 
     def resize(self, num_blocks: int) -> None:
         """Change the number of blocks; see :meth:`Blocks.resize`. Reads that were built keep the former arrays."""
+        tensors = []
+        for old, dim in zip((self._keys, self._values), self._dims, strict=True):
+            new = self._zeros(num_blocks, dim)
+            kept = min(self.num_blocks, num_blocks) * self.block_size
+            if kept:
+                self._view(new)[:, :kept] = self._view(old)[:, :kept]
+            tensors.append(new)
+        self._keys, self._values = tensors  # both or neither: they share indices
         self._known_views = None
-        for name, dim in zip(("_keys", "_values"), self._dims, strict=True):
-            old, new = _view(getattr(self, name)), self._zeros(num_blocks, dim)
-            kept = min(old.shape[1], num_blocks * self.block_size)
-            _view(new)[:, :kept] = old[:, :kept]
-            setattr(self, name, new)
-            del old
 
     def drop(self) -> None:
         """Drop the tensors; see :meth:`Blocks.drop`. Reads that were built keep them."""
@@ -141,7 +153,8 @@ class HostBlocks:
     def read(self, tokens: NewTokens) -> list[tuple[mx.array, mx.array]]:
         """Return the visible positions of each table, lazily and, where its blocks are consecutive, as a view. What is
         computed from them must be added to ``pending`` before anything else is done with the pool."""
-        keys, values, found = self._keys, self._values, []
+        heads, (k_dim, v_dim), found = self._stored.num_kv_heads, self._dims, []
+        keys, values = self._keys.reshape(1, heads, -1, k_dim), self._values.reshape(1, heads, -1, v_dim)
         # Loops, not comprehensions, which are calls: the host's time limits decode steps.
         for table, place in zip(tokens.tables, tokens.made.get("places") or tokens.places(), strict=True):
             if place is None:
@@ -162,7 +175,7 @@ class HostBlocks:
             index = indices[key] = mx.array(heads + ids)
         skip = table.starts[group] - first * size
         k, v = (
-            x.reshape(-1, size * x.shape[3])[index].reshape(1, x.shape[1], -1, x.shape[3])[
+            x.reshape(-1, size * x.shape[1])[index].reshape(1, len(index), -1, x.shape[1])[
                 :, :, skip : skip + table.num_visible(group)
             ]
             for x in (self._keys, self._values)
@@ -170,14 +183,15 @@ class HostBlocks:
         return k, v
 
     def index_of(self, slots: np.ndarray) -> mx.array:
-        """Return the index ``[B, n_kv_heads, n]`` of slots ``[B, n]`` for :meth:`fetch`; valid until the pool grows."""
+        """Return the index ``[B, n_kv_heads, n]`` of slots ``[B, n]`` in the tensors; valid while :attr:`num_blocks` is
+        the same."""
         heads = np.arange(self._stored.num_kv_heads)[:, None] * (self.num_blocks * self.block_size)
         return mx.array((slots[:, None] + heads).astype(np.int64 if self._keys.size > 1 << 31 else np.int32))
 
     def fetch(self, index: mx.array) -> tuple[mx.array, mx.array]:
         """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values at an index: lazy copies, to be added to
         ``pending`` like what is read."""
-        return self._dequantized(*(x.reshape(-1, x.shape[3])[index] for x in (self._keys, self._values)))
+        return self._dequantized(self._keys[index], self._values[index])
 
     def _dequantized(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         if self._forms is None:
@@ -197,12 +211,6 @@ class HostBlocks:
 def _as_words(x: mx.array) -> mx.array:
     """Return bfloat16, which NumPy lacks, as uint16; other arrays unchanged."""
     return x.view(mx.uint16) if x.dtype == mx.bfloat16 else x
-
-
-def _view(x: mx.array) -> np.ndarray:
-    """Return the memory of an array ``[1, n_kv_heads, num_slots, dim]`` without its first axis."""
-    view: np.ndarray = np.array(_as_words(x), copy=False)[0]
-    return view
 
 
 def _copy(part: np.ndarray, dtype: mx.Dtype) -> mx.array:

@@ -58,6 +58,17 @@ def test_tokens_round_trip_bit_for_bit_and_touch_nothing_else(dtype: mx.Dtype) -
         assert not kept[:, [0, 2, 5, 7]].any() and not kept[:, 1, 2:].any()
 
 
+def test_a_step_of_rows_is_built_without_waiting_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, tables, waited = blocks_of(9), [table_of([5, 2], 8), table_of([7], 1), table_of([1, 4], 6)], []
+    k, v = tokens(1, 1, batch=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", lambda *arrays: waited.extend(x for x in arrays if isinstance(x, mx.array) or x))
+        write(blocks, tables, (1, 1, 1), k, v)
+    assert not waited
+    for row, table in enumerate(tables):
+        assert (bits(read(blocks, table)[1][:, :, -1:]) == bits(v[row : row + 1])).all()
+
+
 @pytest.mark.parametrize("then", ["write", "copy", "resize and write", "blocks of another table"])
 @pytest.mark.parametrize("ids", [[1, 2], [2, 1]], ids=["view", "gathered"])
 @pytest.mark.parametrize("heads", [1, HEADS])

@@ -125,7 +125,9 @@ def test_layers_hold_only_blocks_of_their_window_or_chunk(name: str, length: int
     model = llama4.build(24) if name == "llama4" else any_model(name)
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=1 << 28))
     cache, step, windows = make_prompt_cache_now(model), 50, 0
-    for _ in generate_step(small_prompt(length), model, max_tokens=100, prompt_cache=cache, prefill_step_size=step):
+    for _ in generate_step(
+        small_prompt(length) % llama4.VOCAB, model, max_tokens=100, prompt_cache=cache, prefill_step_size=step
+    ):
         for layer in cache:
             if layer.sees is None:
                 assert layer.table.num_blocks(layer.group_index) == -(-layer.table.length // 8)

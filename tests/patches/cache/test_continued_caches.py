@@ -28,7 +28,8 @@ def model_of(name: str) -> Any:
 
 
 def prompt(name: str, length: int, seed: int = 0) -> mx.array:
-    return prompt_of(length, seed) if name in KINDS else small_prompt(length, seed)
+    tokens = prompt_of(length, seed) if name in KINDS else small_prompt(length, seed)
+    return tokens % llama4.VOCAB if name == "llama4" else tokens  # MLX reads past the embeddings for a larger token
 
 
 def filled(name: str, model: Any, length: int = LENGTH) -> list[Any]:
@@ -97,10 +98,10 @@ def test_prompt_caches_continue_as_in_stock(name: str, way: Callable[[str, Any],
 
 @pytest.mark.parametrize(
     ("name", "removed"),
-    [("gemma3", False), *crossed(["qwen2", "deepseek_v32"], [False, True])],
+    [("gemma3", False), ("llama4", False), *crossed(["qwen2", "deepseek_v32"], [False, True])],
 )
 def test_several_rows_in_one_cache_run_as_in_stock(name: str, removed: bool) -> None:
-    """The caches become mlx-lm's, with one warning. Not of Llama 4, whose unpatched values change from run to run."""
+    """The caches become mlx-lm's, with one warning."""
     model = model_of(name)
     rows = mx.stack([prompt(name, 50, seed) for seed in (1, 2)])
 
