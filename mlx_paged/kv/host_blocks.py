@@ -91,7 +91,10 @@ class HostBlocks:
         if tokens.num_tokens <= MAX_QUERY_LENGTH * len(tokens.tables):
             # Nothing waits for the new keys, so the next layers' can be built. A prompt's would be alive in all layers
             # until the end of its call.
-            index = self._index_of_new(tokens, len(k))
+            key = "index", k.shape[0], self._keys.shape[0]
+            index = tokens.made.get(key)
+            if index is None:
+                index = tokens.made[key] = self.index_of(tokens.host_slots().reshape(len(k), -1))
             mx.eval(self.pending)  # done long ago, but for a model of a layer or two: MLX would copy what is still read
             self.pending.clear()
             self._known_views = None
@@ -106,14 +109,6 @@ class HostBlocks:
         for view, x in zip(self._views, (k, v), strict=True):
             new = np.array(x, copy=False)
             view[:, slots] = new[0] if len(new) == 1 else new.swapaxes(0, 1).reshape(new.shape[1], -1, new.shape[3])
-
-    def _index_of_new(self, tokens: NewTokens, num_rows: int) -> mx.array:
-        """Return the index of new tokens whose arrays are ``[num_rows, n_kv_heads, n, head_dim]``."""
-        key = "index", num_rows, self.num_blocks
-        index: mx.array | None = tokens.made.get(key)
-        if index is None:
-            index = tokens.made[key] = self.index_of(tokens.host_slots().reshape(num_rows, -1))
-        return index
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks onto others; see :meth:`Blocks.copy`."""
