@@ -124,8 +124,8 @@ class HostBlocks:
         for old, dim in zip((self._keys, self._values), self._dims, strict=True):
             new = self._zeros(num_blocks, dim)
             kept = min(self.num_blocks, num_blocks) * self.block_size
-            if kept:
-                self._view(new)[:, :kept] = self._view(old)[:, :kept]
+            # Also for no blocks: a view computes the new array, which another thread could not.
+            self._view(new)[:, :kept] = self._view(old)[:, :kept]
             tensors.append(new)
         self._keys, self._values = tensors  # both or neither: they share indices
         self._known_views = None
@@ -148,8 +148,8 @@ class HostBlocks:
     def read(self, tokens: NewTokens) -> list[tuple[mx.array, mx.array]]:
         """Return the visible positions of each table, lazily and, where its blocks are consecutive, as a view. What is
         computed from them must be added to ``pending`` before anything else is done with the pool."""
-        heads, (k_dim, v_dim), found = self._stored.num_kv_heads, self._dims, []
-        keys, values = self._keys.reshape(1, heads, -1, k_dim), self._values.reshape(1, heads, -1, v_dim)
+        heads, k, v, found = self._stored.num_kv_heads, self._keys, self._values, []
+        keys, values = k.reshape(1, heads, -1, k.shape[1]), v.reshape(1, heads, -1, v.shape[1])
         # Loops, not comprehensions, which are calls: the host's time limits decode steps.
         for table, place in zip(tokens.tables, tokens.made.get("places") or tokens.places(), strict=True):
             if place is None:

@@ -148,7 +148,7 @@ def test_failed_growth_leaves_every_layer_usable(failing: int, in_place: bool, m
 
     def watched(shape: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> mx.array:
         nonlocal calls
-        calls += len(shape) == 4 or len(shape) == 2 and shape[0] > 1000  # a tensor of blocks
+        calls += len(shape) == 4 or (len(shape) == 2 and shape[0] > 1000)  # a tensor of blocks
         if calls == failing:
             raise RuntimeError("out of memory")
         return zeros(shape, dtype)
