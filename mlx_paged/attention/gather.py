@@ -86,8 +86,8 @@ def _latent_attention(
 
 
 def gather_attention(q: mx.array, group: Group, position: int, tokens: NewTokens, params: AttentionParams) -> mx.array:
-    """Attend from the last tokens of each sequence over all its visible tokens: one call of MLX's attention per
-    sequence. On a CPU that is faster than one for all rows, padded (docs/adr/0092).
+    """Attend from the last tokens of each sequence over all its visible tokens: products for each sequence. On a CPU
+    that is faster than one call of MLX's attention for all rows, padded (docs/adr/0092).
 
     Args:
         q: ``[B, n_q_heads, q_len, head_dim]``; the queries are the last ``q_len`` tokens of each sequence.
@@ -105,15 +105,24 @@ def gather_attention(q: mx.array, group: Group, position: int, tokens: NewTokens
         pairs, pending = blocks.read(tokens), blocks.pending
     else:
         pairs = [blocks.gather(table, group.index) for table in tokens.tables]
-    rows = [q] if len(pairs) == 1 else mx.split(q, len(pairs))
     scale, mask, _, softcap, sinks, latent = params
-    outputs = []
-    for row, (k, v) in zip(rows, pairs, strict=True):
-        if softcap is None and not latent:  # as attention() does; a call less in each row of a decode step
-            outputs.append(mx.fast.scaled_dot_product_attention(row, k, v, scale=scale, mask=mask, sinks=sinks))
-        else:
-            outputs.append(attention(row, k, v, params))
-    output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    is_plain = softcap is None and not latent
+    if len(pairs) == 1 and is_plain:  # as attention() does; a call less in each layer of a decode step
+        output = mx.fast.scaled_dot_product_attention(q, *pairs[0], scale=scale, mask=mask, sinks=sinks)
+    elif len(pairs) == 1:
+        output = attention(q, *pairs[0], params)
+    elif pending is not None and is_plain and q.shape[2] == 1 and sinks is None and not isinstance(mask, mx.array):
+        # What MLX's function computes on a CPU, with the same bits. Rows share the operations before and after the
+        # products, since one costs as much as the products of a short row.
+        batch, num_heads, _, head_dim = q.shape
+        found = []
+        queries = mx.split((q * scale).reshape(batch, pairs[0][0].shape[1], -1, head_dim), batch)
+        for row, (k, v) in zip(queries, pairs, strict=True):
+            found.append(mx.softmax(row @ k.swapaxes(-1, -2), axis=-1, precise=True) @ v)
+        output = mx.concatenate(found).reshape(batch, num_heads, 1, -1)
+    else:
+        rows = zip(mx.split(q, len(pairs)), pairs, strict=True)
+        output = mx.concatenate([attention(row, k, v, params) for row, (k, v) in rows])
     if pending is not None:
         pending.append(output)
     return output
