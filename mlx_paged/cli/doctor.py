@@ -4,7 +4,6 @@ stock mlx-lm and on the paged cache."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import platform
@@ -25,7 +24,7 @@ from ..kernels.build import compiled_by
 from ..kernels.fused_attention import NAX_RELEASE, wheel_release
 from .doctor_kernels import HEADER, rows
 from .generate import raise_cpu_cache_limit
-from .terminal import add_version, orderly_end, rate
+from .terminal import Parser, add_version, orderly_end, rate
 
 # Variables that are reported. Not all of the environment: it holds keys and names.
 PREFIXES = ("MLX_PAGED_", "MLX_MAX_", "MLX_METAL_", "MTL_")
@@ -222,7 +221,7 @@ def _verdict(failed: int, config: PagedConfig) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the doctor. Exits with status 1 if a line failed."""
-    parser = argparse.ArgumentParser(prog="mlx_paged doctor", description=__doc__)
+    parser = Parser(prog="mlx_paged doctor", description=__doc__)
     PagedConfig.add_arguments(parser)
     parser.add_argument(
         "--report",
@@ -232,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add_version(parser)
     with orderly_end("mlx_paged doctor"):
-        args = parser.parse_args(argv)
+        args = parser.parse(argv)
         config = PagedConfig.from_env().with_arguments(args)
         config.check_rotation()
         config.check_kernel()

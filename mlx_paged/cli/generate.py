@@ -140,7 +140,7 @@ def check_batch_arguments(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run mlx_lm.generate's main with paged caches; ``argv`` defaults to the process's arguments."""
-    with orderly_end("mlx_paged.generate"):
+    with orderly_end("mlx_paged generate"):
         if argv is not None:
             sys.argv = [sys.argv[0], *argv]
         parser = parser_of("generate", "mlx_paged generate")
@@ -219,7 +219,7 @@ def run(
         from .batch_run import run_prompts_file
 
         if failed := run_prompts_file(args, constraint, ranks):
-            sys.exit(f'mlx_paged.generate: {plural(failed, "prompt")} failed; see "error" in their results')
+            sys.exit(f'mlx_paged generate: {plural(failed, "prompt")} failed; see "error" in their results')
         return
     tokenizers: list[Any] = []
     names["load"] = _noting_tokenizer(tokenizers, names["load"])

@@ -125,7 +125,7 @@ def shared_budget(args: argparse.Namespace, config: PagedConfig) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until a signal ends it; ``argv`` defaults to the process's arguments."""
-    with orderly_end("mlx_paged.server", start_status):
+    with orderly_end("mlx_paged server", start_status):
         args = parse(argv)
         for folder in (*args.models, args.draft_model):
             check_model_folder(folder)
@@ -176,7 +176,7 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)  # of prompts that are refused
     if not config.api_keys and LOOPBACK.fullmatch(args.host) is None:
         print(
-            f"mlx_paged.server: warning: {args.host} can be reached from other machines, and there is no --api-key",
+            f"mlx_paged server: warning: {args.host} can be reached from other machines, and there is no --api-key",
             file=sys.stderr,
         )
     models = loaded_models.LoadedModels(args, config, ranks)

@@ -10,7 +10,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from types import SimpleNamespace
@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         """Stop mlx-lm's main, which has made its parser."""
         raise _CompleteError(self)
 
-    def parse(self, arguments: list[str] | None) -> argparse.Namespace:
+    def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Parse a command line; None: the process's. Exits with status 2 for a usage error."""
         return argparse.ArgumentParser.parse_args(self, arguments)
 

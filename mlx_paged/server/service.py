@@ -28,7 +28,7 @@ END_SECONDS = 10.0  # for the engine to finish its step and save prefixes
 
 
 def fail_start(message: object) -> None:
-    print(f"mlx_paged.server: the server cannot start: {message}", file=sys.stderr)
+    print(f"mlx_paged server: the server cannot start: {message}", file=sys.stderr)
 
 
 class Service(Parts):

@@ -120,7 +120,7 @@ def test_error_during_generation_starts_on_a_new_line(folder: Path, tmp_path: Pa
         assert process.wait(300) == 1
     text = (tmp_path / "shown").read_text()
     assert "Traceback" not in text
-    before, error = text.split("mlx_paged.generate: ")
+    before, error = text.split("mlx_paged generate: ")
     assert re.search(r"w\d+\n$", before), "text was printed and its line ended"
     assert "65 tokens of prompt and answer need" in error
 

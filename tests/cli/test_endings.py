@@ -42,7 +42,7 @@ def test_prompt_beyond_the_context_is_refused(folder: Path, tmp_path: Path) -> N
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 5}))
     run = generate(short, "--prompt", "w1 w2 w3 w4 w5 w6 w7", "--ignore-chat-template")
     assert run.returncode == 1
-    assert run.stderr == "mlx_paged.generate: the prompt has 7 tokens, the model's context 5\n"
+    assert run.stderr == "mlx_paged generate: the prompt has 7 tokens, the model's context 5\n"
 
 
 def test_restrict_skips_a_flag_that_mlx_lm_lacks() -> None:
@@ -60,7 +60,7 @@ def test_port_in_use_is_named_in_the_error(folder: Path) -> None:
         run = command("server", "--model", folder, "--port", port)
     assert run.returncode == 1
     error = run.stderr.splitlines()[-1]
-    assert error.startswith(f"mlx_paged.server: the server cannot start: 127.0.0.1 port {port}: Address already in use")
+    assert error.startswith(f"mlx_paged server: the server cannot start: 127.0.0.1 port {port}: Address already in use")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
@@ -74,7 +74,7 @@ def test_full_disk_is_reported_in_one_line(folder: Path, tmp_path: Path) -> None
             errors.seek(0)
             said = errors.read()
         assert status == 1
-        assert re.fullmatch(r"mlx_paged\.generate: .*stdout.*No space left on device\n", said), said
+        assert re.fullmatch(r"mlx_paged generate: .*stdout.*No space left on device\n", said), said
 
 
 @pytest.mark.parametrize("arguments", ["--help", "generate"])

@@ -86,4 +86,4 @@ def test_generate_refuses_weights_that_do_not_fit(
     with pytest.raises(SystemExit) as ended:
         generate.main(["--model", str(folder), "--prompt", "w1"])
     (line,) = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 1 and line.startswith("mlx_paged.generate: the weights take 0.0")
+    assert ended.value.code == 1 and line.startswith("mlx_paged generate: the weights take 0.0")
