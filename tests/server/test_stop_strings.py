@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -56,3 +57,18 @@ def test_the_text_is_cut_before_the_first_stop_string(case: tuple[str, list[str]
     assert shown == expected
     assert (searched.found is not None) == any(stop in text for stop in stops)
     assert searched.found is None or text.startswith(searched.found, len(expected))
+
+
+def test_many_stop_strings_cost_no_more_than_few() -> None:
+    """At most two stop strings are looked at for each character."""
+    asked = []
+
+    class Stop(str):
+        def startswith(self, *given: Any) -> bool:
+            asked.append(self)
+            return super().startswith(*given)
+
+    stops = [Stop("a" * length + "b") for length in range(90, 100)] + [Stop(chr(0x4E00 + n)) for n in range(1000)]
+    searched, text = StopScanner(stops), ("a" * 89 + "c") * 3
+    assert "".join(searched.feed(character) for character in text) == text
+    assert 0 < len(asked) <= 2 * len(text)
