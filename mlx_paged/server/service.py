@@ -198,7 +198,9 @@ def listening(host: str, port: int) -> socket.socket:
     except socket.gaierror as error:
         raise ConfigError(f"--host: cannot resolve {host!r}: {error}") from None
     try:
-        return socket.create_server(address, family=family, backlog=BACKLOG)
+        # "::" takes clients of IPv4, too, where the system can.
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise OSError(f"{host} port {port}: {why}; choose another port with --port") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import os
 import plistlib
+import socket
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from mlx_paged.server.engine_thread import EXIT_STATUS
 from mlx_paged.server.errors import REFUSED_STATUS, start_status
 from mlx_paged.server.loaded_models import LoadedModels
 from mlx_paged.server.options import ServerConfig
+from mlx_paged.server.service import listening
 
 SERVICE = Path(__file__).parents[2] / "docs" / "service"
 
@@ -87,3 +89,9 @@ def test_generate_refuses_weights_that_do_not_fit(
         generate.main(["--model", str(folder), "--prompt", "w1"])
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 1 and line.startswith("mlx_paged generate: the weights take 0.0")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="sockets are of IPv4 or IPv6 here, not of both")
+def test_all_addresses_of_ipv6_include_those_of_ipv4() -> None:
+    with listening("::", 0) as listener:
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=60).close()
