@@ -228,7 +228,8 @@ class DraftModel:
             tables.reserve()
         except NoBlocksError as lack:
             self.remove([rows[lack.row]])
-            check_device(lack.error)
+            if not isinstance(lack.error, PoolExhaustedError):
+                self._warn(lack.error)
             raise
 
     def _is_ready(self, row: Request) -> bool:
