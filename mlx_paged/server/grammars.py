@@ -7,6 +7,7 @@ import json
 import keyword
 import logging
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -315,6 +316,7 @@ class TokenizerGrammars:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._lock = threading.Lock()
 
     def compile(self, constraint: Constraint) -> CompiledGrammar | None:
         """Return the compiled grammar of an answer; None if any answer is allowed. Blocks while it is built.
@@ -327,12 +329,14 @@ class TokenizerGrammars:
             return None
         try:
             with _refusing(plan.param):
+                with self._lock:  # one thread makes it; from Python 3.12 on a cached property has no lock of its own
+                    compiler = self._compiler
                 try:
-                    return self._compiler.compile(plan.source, trigger=plan.trigger)
+                    return compiler.compile(plan.source, trigger=plan.trigger)
                 except GrammarError:
                     for part, param in plan.parts:  # the one at fault is named
                         with _refusing(param):
-                            self._compiler.compile(part)
+                            compiler.compile(part)
                     raise
         except RequestRefused as error:
             if not plan.is_free:
