@@ -209,11 +209,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         return self._engine.scheduler.preemptions
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Return whether requests find their prefixes themselves (``prefixes``), so that callers pass no caches."""
-        return self._engine.sharing is not None
-
-    @property
     def reuses_only_at_boundaries(self) -> bool:
         """Return whether prefixes are only found at the ends of segments and chunks, where a window or a state was
         kept."""

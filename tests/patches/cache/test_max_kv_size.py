@@ -50,7 +50,7 @@ def test_rows_of_a_batch_equal_single_runs_of_stock(kind: str) -> None:
     sizes = {"prefill_step_size": STEP, "completion_batch_size": 3}
     gen, messages = fall_throughs(lambda: generator(model_of(kind), max_kv_size=SIZE, prefixes=prefixes, **sizes))
     assert any("do not keep the first tokens" in message for message in messages)
-    assert not gen._engine.batch.takes_rows and gen._engine.pool is None and not gen.shares_prefixes
+    assert not gen._engine.batch.takes_rows and gen._engine.pool is None and gen._engine.sharing is None
     outcomes = run_requests(gen, [prompt_of(n, seed=n).tolist() for n in counts], list(counts.values()))
     for outcome, (length, num_tokens) in zip(outcomes, counts.items(), strict=True):
         tokens, logprobs = solo(kind, length, num_tokens)
