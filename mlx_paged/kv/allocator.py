@@ -80,14 +80,14 @@ class BlockAllocator:
         self._num_free -= count
         return ids
 
-    def find(self, count: int, after: int) -> int | None:
+    def find(self, count: int, after: int, spacing: int = SPACING) -> int | None:
         """Return the first of ``count`` consecutive free blocks: those that follow ``after``, a sequence's last block,
-        or for a sequence without blocks (NULL_BLOCK) some with SPACING free ones before and after them. None if there
-        are none."""
+        or for a sequence without blocks (NULL_BLOCK) some with ``spacing`` free ones before and after them. None if
+        there are none."""
         if after != NULL_BLOCK or not self.num_live:
             return after + 1 if self._held.startswith(bytes(count), after + 1) else None
-        found = self._held.find(bytes(count + 2 * SPACING))
-        return None if found < 0 else found + SPACING
+        found = self._held.find(bytes(count + 2 * spacing))
+        return None if found < 0 else found + spacing
 
     def retain(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each block; null blocks are skipped. Raises before any change if one is free."""

@@ -245,11 +245,19 @@ class PoolMemory:
         if first is not None:
             return first
         spaced = count + 2 * SPACING
-        if after == NULL_BLOCK and allocator.num_live and self._fits(index, spaced):
+        # Where sequences have room enough, it is between prefixes, which do not grow: a narrower place serves.
+        has_room = allocator.num_free >= spaced * len(self.lock.tables())
+        if after == NULL_BLOCK and allocator.num_live and not has_room and self._fits(index, spaced):
             self.grow(index, allocator.num_free + spaced)
         elif count > allocator.num_free:
             self.grow(index, count)
-        return None if after is None else allocator.find(count, after)
+        if after is None:
+            return None
+        for spacing in (SPACING, SPACING // 4):
+            first = allocator.find(count, after, spacing)
+            if first is not None:
+                return first
+        return None
 
     def _fits(self, index: int, count: int) -> bool:
         """Return whether a group can get ``count`` more blocks ahead of need while nothing is evicted."""

@@ -34,6 +34,15 @@ def test_tokens_are_compared_on_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(cache.entries) == 1 and cache.match([0, 1, 2, 3, 9]).length == 4
 
 
+def test_short_prefixes_are_not_spread_over_more_memory_than_they_hold() -> None:
+    """Their sequences had room to grow into, which later ones use."""
+    cache, pool = make_tree((None,))
+    for n in range(300):
+        add(cache, range(10 * n, 10 * n + 6))
+    stats = pool.stats()
+    assert stats.cached_blocks == 300 and stats.total_blocks < 600
+
+
 @pytest.mark.parametrize("problem", ["too short", "released", "other pool"])
 def test_tables_that_do_not_hold_the_tokens_are_refused(problem: str) -> None:
     cache, pool = make_tree((None, None))
