@@ -244,27 +244,23 @@ class PoolMemory:
         first = None if after is None else allocator.find(count, after)
         if first is not None:
             return first
-        spaced = count + 2 * SPACING
-        # Where sequences have room enough, it is between prefixes, which do not grow: a narrower place serves.
-        has_room = allocator.num_free >= spaced * len(self.lock.tables())
-        if after == NULL_BLOCK and allocator.num_live and not has_room and self._fits(index, spaced):
-            self.grow(index, allocator.num_free + spaced)
+        if after == NULL_BLOCK and allocator.num_live and self._needs_room(index, count + 2 * SPACING):
+            self.grow(index, allocator.num_free + count + 2 * SPACING)
         elif count > allocator.num_free:
             self.grow(index, count)
         if after is None:
             return None
-        for spacing in (SPACING, SPACING // 4):
-            first = allocator.find(count, after, spacing)
-            if first is not None:
-                return first
-        return None
+        first = allocator.find(count, after)
+        return allocator.find(count, after, SPACING // 4) if first is None and after == NULL_BLOCK else first
 
-    def _fits(self, index: int, count: int) -> bool:
-        """Return whether a group can get ``count`` more blocks ahead of need while nothing is evicted."""
+    def _needs_room(self, index: int, count: int) -> bool:
+        """Return whether a group lacks ``count`` free blocks for each sequence, and can get as many more ahead of need
+        while nothing is evicted. Room that is there, but not in one place, lies between prefixes, which do not grow."""
         group, left = self.groups[index], self.unreserved_bytes
         left = left if self.spare is None else min(left, self.spare)
         is_within = group.allocator.num_blocks + count <= self.capacities()[index]
-        return is_within and count * group.bytes_per_block <= left
+        fits = is_within and count * group.bytes_per_block <= left
+        return fits and group.allocator.num_free < count * len(self.lock.tables())
 
     def evict(self, num_bytes: int) -> None:
         """Evict prefixes and checkpoints of ``num_bytes`` bytes, or all. Their blocks become free, and the tensors are
