@@ -94,7 +94,7 @@ class DeviceBlocks:
         self.pending: list[mx.array] = []
         # The fence before the latest write, and the number of tokens that the write quantised.
         self._last_write: tuple[mx.array | None, int] = (None, 0)
-        self.__keys, self.__values = self._new_blocks(num_blocks)
+        mx.async_eval(self._make(num_blocks))  # a buffer of their own from the start
         self.__fence = kernels.new_fence()
         self.counters = kernels.Counters()
         self.decoded_by_kernel = False
@@ -103,11 +103,12 @@ class DeviceBlocks:
         self._shared_cut: SharedCut | None = None
         self._usable_cuts: set[SharedCut] = set()
 
-    def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
+    def _make(self, num_blocks: int) -> list[mx.array]:
+        """Make new tensors, and return them: they are still to be computed."""
         heads, k_dim, v_dim, dtype, _ = self.geometry
-        keys, values = new_blocks(num_blocks, heads, self.block_size, (k_dim, v_dim), dtype, self.pages)
-        mx.async_eval(keys, values)  # a buffer of their own from the start; nothing waits for each layer's
-        return keys, values
+        new = new_blocks(num_blocks, heads, self.block_size, (k_dim, v_dim), dtype, self.pages)
+        self.__keys, self.__values = new
+        return list(new)
 
     @property
     def num_blocks(self) -> int:
@@ -337,15 +338,15 @@ class DeviceBlocks:
         """Copy blocks onto others; see :meth:`Blocks.copy`."""
         self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, sources, targets)
 
-    def resize(self, num_blocks: int) -> None:
+    def resize(self, num_blocks: int) -> list[mx.array]:
         """Change the number of blocks; see :meth:`Blocks.resize`."""
         if not self.num_blocks:
-            self.__keys, self.__values = self._new_blocks(num_blocks)
-            return
+            return self._make(num_blocks)
         mx.eval(self.__fence)  # until no kernel uses the blocks any more
         self.__keys = _resized(self.__keys, num_blocks)
         self.__values = _resized(self.__values, num_blocks)
         self.__fence = kernels.new_fence()
+        return []
 
     def drop(self) -> None:
         """Drop the tensors; see :meth:`Blocks.drop`. Kernels under way keep their buffers."""
