@@ -92,7 +92,6 @@ class Batch:
         self._attended: set[int] = set()
         self.positions: dict[bool, mx.array] = {}
         self.unwritten: dict[int, tuple[mx.array, mx.array]] = {}
-        self._seen_before: dict[int, list[int]] = {}
         self._narrow_masks: dict[int, mx.array] = {}
 
     def __len__(self) -> int:
@@ -171,7 +170,6 @@ class Batch:
             raise BlockStateError("a layer has not written the tokens of the previous step")
         self._attended.clear()
         self.positions.clear()
-        self._seen_before.clear()
         others: Sequence[int] = range(len(self.tables)) if self.is_pack else self.pool.append_token(self.tables)
         for place, index in enumerate(others):
             try:
@@ -192,7 +190,6 @@ class Batch:
             self._trim(range(len(self.tables)))
         self.is_reserved = False
         self.positions.clear()
-        self._seen_before.clear()
         self.behind.clear()
 
     def note_attended(self, layer: int) -> None:
@@ -234,24 +231,20 @@ class Batch:
 
     def seen_before(self, layer: int) -> list[int]:
         """Return the number of visible tokens of each row of a decode step before its new one."""
-        group = self.pool.places[layer][0]
-        known = self._seen_before.get(group)
-        if known is None:
-            sees = self.pool.groups[group].sees
-            lengths = self.lengths(layer)
-            known = lengths if sees is None else [length - sees.first_seen(length) for length in lengths]
-            self._seen_before[group] = known
-        return known
+        sees, is_behind, found = self.pool.group_of(layer).sees, layer in self.behind, []
+        for table in self.tables:
+            position = table.length - is_behind
+            found.append(position if sees is None else position - sees.first_seen(position))
+        return found
 
-    def padded_mask(self, layer: int, window: Window | None) -> mx.array:
+    def padded_mask(self, before: list[int], window: Window | None) -> mx.array:
         """Return the mask of a decode step over rows that are padded on the left to the longest, as in mlx-lm's batch
         caches; boolean ``[B, 1, 1, longest]``. The last column is each row's new token.
 
         Args:
-            layer: index of the layer in the model.
+            before: visible tokens of each row before its new one.
             window: the mask's window, at most the layer's.
         """
-        before = self.seen_before(layer)
         longest = max(before, default=0) + 1
         if not (window and any(map(window.first_seen, before))):
             pads = np.array([longest - 1 - own for own in before], np.int32)

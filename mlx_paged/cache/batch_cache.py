@@ -72,6 +72,7 @@ class PagedBatchKVCache(LayerCache):
         pool = batch.pool
         if pool.lock.owner != get_ident():
             with pool.lock:
+                pool.lock.use()
                 return self.attend(queries, keys, values, params, as_rows=as_rows)
         pool.lock.is_dirty = True
         if shape[0] != batch.num_tokens or shape[2] != 1:
@@ -114,7 +115,7 @@ class PagedBatchKVCache(LayerCache):
         """
         keys, values = self._accepted(keys, values)
         tokens = self.batch.begin_layer(self.layer)
-        self.group.write(self.position, tokens, keys, values)
+        self.group.blocks[self.position].write(tokens, keys, values)
 
     @locked
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -135,7 +136,7 @@ class PagedBatchKVCache(LayerCache):
         if batch.is_pack:
             hand_out(keys, values, PackedKV(batch, layer, is_new=True))
             return keys, values
-        return self._hand_out(tokens.tables, tokens, (keys, values), before)
+        return self._hand_out(tokens, (keys, values), before)
 
     @locked
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -147,8 +148,7 @@ class PagedBatchKVCache(LayerCache):
         if isinstance(batch, PlaceholderBatch):
             return self._placeholders(batch, geometry.dtype)
         if not batch.is_pack:
-            tokens = batch.tokens_of(self.layer)
-            return self._hand_out(tokens.tables, tokens, None, None)
+            return self._hand_out(batch.tokens_of(self.layer), None, None)
         heads, k_dim, v_dim, dtype, _ = geometry
         nothing = mx.zeros((), dtype)
         keys, values = (mx.broadcast_to(nothing, (len(batch), heads, 1, dim)) for dim in (k_dim, v_dim))
@@ -190,15 +190,18 @@ class PagedBatchKVCache(LayerCache):
             message = f"a mask must be for 1 token per row, got {N}"
             raise NotPackableError(message) if batch.is_pack else GeometryError(message)
         is_own = window_size in (None, window)
-        # In a decode step, attention over fetched arrays needs a mask where rows are padded.
-        if is_own and (batch.is_pack or not (return_array or len(set(batch.seen_before(self.layer))) > 1)):
-            return None
         if not batch.is_pack:
+            before = batch.seen_before(self.layer)
+            # Attention over fetched arrays needs a mask where rows are padded.
+            if is_own and not return_array and min(before, default=0) == max(before, default=0):
+                return None
             seen = window_under(self.group.spec, window_size and min(window_size, window or window_size))
-            mask = batch.padded_mask(self.layer, seen)
+            mask = batch.padded_mask(before, seen)
             if seen == self.sees:
                 batch.masks.add(self.group_index, mask, seen or Window(1 << 30))
             return mask
+        if is_own:
+            return None
         assert window_size is not None
         if window is not None and window_size > window:
             if not batch.tokens[self.group_index].is_pack:  # a traced step, in which it hides nothing more
@@ -247,7 +250,7 @@ class PackedPart:
             raise GeometryError(f"keys {keys.shape} do not match {tokens.num_tokens} token(s)")
         if tokens.epoch != group.epoch:
             pool.begin(group, tokens)
-        group.write(pool.places[layer][1], tokens, keys, values)
+        group.blocks[pool.places[layer][1]].write(tokens, keys, values)
         return pool.gather_visible(tokens.tables[0], layer)
 
 

@@ -4,15 +4,15 @@ out, recognised when an attention function is given them."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..attention import dispatch
-from ..kv.block_table import BlockTable
 from ..kv.geometry import AttentionParams, QueryHeads, Window
+from ..kv.device_blocks import DeviceBlocks
 from ..kv.group import Group
+from ..kv.host_blocks import HostBlocks
 from ..kv.lock import locked
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
@@ -29,23 +29,17 @@ class LayerCache:
 
     Attributes:
         rows: as given.
-        group_index, position: index of the layer's group in the pool, and of the layer in the group.
+        pool: the pool of the blocks.
+        group: the layer's group.
+        group_index, position: index of the group in the pool, and of the layer in the group.
     """
 
     def __init__(self, rows: SequenceTables | Batch, layer: int) -> None:
         self.rows = rows
         self.layer = layer
-        self.group_index, self.position = rows.pool.places[layer]
-
-    @property
-    def pool(self) -> BlockPool:
-        """The pool of the blocks."""
-        return self.rows.pool
-
-    @property
-    def group(self) -> Group:
-        """The layer's group."""
-        return self.rows.pool.groups[self.group_index]
+        self.pool: BlockPool = rows.pool
+        self.group_index, self.position = self.pool.places[layer]
+        self.group: Group = self.pool.groups[self.group_index]
 
     @property
     def window(self) -> int | None:
@@ -75,39 +69,37 @@ class LayerCache:
     def _write(self, tokens: NewTokens, keys: mx.array, values: mx.array) -> mx.array | None:
         """Write new tokens. Return the fence before the write, if the blocks are a device's."""
         group = self.group
-        before = group.device(self.position).fence() if group.in_place else None
-        group.write(self.position, tokens, keys, values)
+        before = group.device(self.position).fence if group.in_place else None
+        group.blocks[self.position].write(tokens, keys, values)
         return before
 
     def _hand_out(
         self,
-        tables: Sequence[BlockTable],
-        tokens: NewTokens | None,
+        tokens: NewTokens,
         append: tuple[mx.array, mx.array] | None,
         before: mx.array | None,
     ) -> tuple[mx.array, mx.array]:
         """Return lazily what the tables hold, as arrays that :func:`lazy_kv_of` recognises.
 
         Args:
-            tables: of the sequence or the batch.
-            tokens: the tables' new tokens, for what all layers share; None: of no step.
+            tokens: of the sequence or the batch.
             append: new keys and values that a kernel may still write itself.
             before: the fence before their write.
         """
-        group = self.group
-        if not group.in_place:
-            made = None if tokens is None else tokens.made
-            keys, values, read = group.fetch(self.position, tables, made)
+        blocks = self.group.blocks[self.position]
+        if isinstance(blocks, HostBlocks):
+            # Outputs of one operation are computed together: the third, of one element, is ready when the others are.
+            keys, values, read = mx.depends([*blocks.fetch(tokens), mx.zeros(())], [])
+            blocks.pending.append(read)
             hand_out(keys, values, LazyKV(self.rows, self.layer, read=read))
             return keys, values
-        blocks = group.device(self.position)
-        written = blocks.fence()
+        assert isinstance(blocks, DeviceBlocks)
+        written = blocks.fence
         if isinstance(self.rows, Batch):
-            assert tokens is not None
             keys, values = blocks.fetch(tokens)
         else:
-            keys, values = blocks.gather(tables[0], self.group_index)
-        fences = Fences(written if before is None else before, written, blocks.fence())
+            keys, values = blocks.gather(tokens.tables[0], self.group_index)
+        fences = Fences(written if before is None else before, written, blocks.fence)
         hand_out(keys, values, LazyKV(self.rows, self.layer, append, fences))
         return keys, values
 
@@ -126,7 +118,7 @@ class LazyKV:
     The arrays are real, lazy copies, equal to what mlx-lm's cache would return. If both come back together to an
     attention function, :meth:`attend` reads the blocks instead. The gather is then no longer among a host's pending
     reads or in a device's chain of fences, drops out of the graph and is never computed, unless the arrays are still
-    held at the next write (:class:`HeldArrays`).
+    held at the next write (:meth:`PoolLock.hold`).
 
     It lives as long as the arrays, so it holds tables and pool weakly. Without them, the arrays are ordinary ones.
 
@@ -209,7 +201,7 @@ class LazyKV:
             pending = pool.blocks_of(self.layer).pending
             pending[:] = [array for array in pending if array is not self._read]
             self._read = None
-            pool.lock.held_arrays.add(keys, values)
+            pool.lock.hold(keys, values)
         if self._fences is None:
             return False
         before, written, gathered = self._fences
@@ -219,7 +211,7 @@ class LazyKV:
             .rewind(before if to_write else written, gathered)
         )
         if is_forgotten:
-            pool.lock.held_arrays.add(keys, values)
+            pool.lock.hold(keys, values)
         return is_forgotten
 
 

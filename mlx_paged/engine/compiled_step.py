@@ -298,8 +298,7 @@ class CompiledStep:
         blocks = [pool.groups[cache.group_index].device(cache.position) for cache in parts[0]]
         if not all(own.decoded_by_kernel for own in blocks):
             return None
-        pool.lock.held_arrays.compute()
-        pool.lock.is_dirty = True
+        pool.lock.use()
         logits = self._compiled(rows, blocks, model, tokens, caches, *parts)
         if logits is None and self.failure is None:
             # With a compiled step's matrix products, so that results do not depend on which steps are compiled.
@@ -455,7 +454,7 @@ class CompiledStep:
                     logits = self.forward(self._model, tokens, cache=with_leaves(self._caches, parts))
             finally:
                 self._state.put_back()
-            fences = [own.fence() for own in self._blocks]
+            fences = [own.fence for own in self._blocks]
         batch.commit()
         if not self._state.is_of(self._model):
             raise NotCompilable("the model changes its own modules in a step")

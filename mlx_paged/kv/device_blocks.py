@@ -18,9 +18,13 @@ from ..kernels.quantized import PageShape, new_blocks, rotate
 from ..kernels.shared_runs import SharedCut, cut_of
 from .block_table import BlockTable
 from .geometry import AttentionParams, Geometry, QueryHeads, Window
-from .new_tokens import NewTokens, padded_gathered_slots
+from .new_tokens import NewTokens
 
 NO_BLOCKS = mx.array(np.zeros((0,), np.float32))
+# In prompt chunks of PACED_TOKENS or more, a layer is submitted to the GPU as soon as its keys are built, at most
+# LAYERS_AHEAD layers before the GPU has computed it: the arrays of all layers in between are alive.
+PACED_TOKENS = 128
+LAYERS_AHEAD = 2
 
 
 def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
@@ -91,7 +95,6 @@ class DeviceBlocks:
         self.pages = pages_of(geometry)
         self.rotates = geometry.rotates
         self.num_quantized = 0
-        self.pending: list[mx.array] = []
         # The fence before the latest write, and the number of tokens that the write quantised.
         self._last_write: tuple[mx.array | None, int] = (None, 0)
         self.__keys, self.__values = self._new_blocks(num_blocks)
@@ -129,6 +132,16 @@ class DeviceBlocks:
         if self.rotates:
             k, v = rotate(k), rotate(v)
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
+        if tokens.is_pack and tokens.num_tokens >= PACED_TOKENS and tokens.can_compute:
+            self._pace(tokens)
+
+    def _pace(self, tokens: NewTokens) -> None:
+        """Start computing up to this layer's write of a prompt chunk, and wait for the layer LAYERS_AHEAD before it."""
+        fences = tokens.made.setdefault("fences", [])
+        mx.async_eval(self.__fence)
+        fences.append(self.__fence)
+        if len(fences) > LAYERS_AHEAD:
+            mx.eval(fences[-1 - LAYERS_AHEAD])
 
     def _count(self, num_tokens: int) -> None:
         """Count the tokens of the write that follows."""
@@ -314,13 +327,13 @@ class DeviceBlocks:
 
     def fetch(self, tokens: NewTokens) -> tuple[mx.array, mx.array]:
         """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values that rows of one new token each see, padded on
-        the left to the longest as by :func:`.new_tokens.padded_slots` (lazy copies)."""
+        the left as by :meth:`.NewTokens.padded_slots` (lazy copies)."""
         known = tokens.made.get("fetch")
         if known is None:
             ids = [block_id for table in tokens.tables for block_id in table.block_ids[tokens.group]]
             num_slots = len(ids) * self.block_size
             heads = np.arange(self.geometry.num_kv_heads)[:, None] * num_slots
-            slots = padded_gathered_slots(tokens.tables, tokens.group)[:, None] + heads
+            slots = tokens.padded_slots(among_own=True)[:, None] + heads
             launch = kernels.prepare_gather(
                 self.__keys, self.__values, mx.array(ids, mx.int32), 0, num_slots, self.pages
             )
@@ -355,12 +368,14 @@ class DeviceBlocks:
         """Return the arrays, ready only when every write so far is."""
         return mx.depends(list(arrays), [self.__fence])
 
+    @property
     def fence(self) -> mx.array:
-        """Return the latest fence, which is ready when every kernel launched so far has run."""
+        """The latest fence, which is ready when every kernel launched so far has run."""
         return self.__fence
 
-    def ready(self) -> list[mx.array]:
-        """Return the fence; see :meth:`Blocks.ready`."""
+    @property
+    def pending(self) -> list[mx.array]:
+        """The fence; see :attr:`Blocks.pending`."""
         return [self.__fence]
 
     def forget_failed_work(self) -> None:

@@ -103,6 +103,7 @@ class PrefixCache:
             to_state: the longest that ends at a checkpoint.
         """
         with self.pool.lock:
+            self.pool.lock.device.check()
             self.expire()
             for path in self._candidates(tokens, salt, to_state):
                 length = path[-1].end
@@ -212,6 +213,7 @@ class PrefixCache:
         if not tokens:
             return True
         with self.pool.lock:
+            self.pool.lock.device.check()
             self.expire()
             checkpoint = None
             if states is not None and not self._has_state(tokens, salt):

@@ -81,9 +81,11 @@ def locking(call: ModelCall, compiled: ModelCall | None = None) -> ModelCall:
         pool = first.pool
         if pool.is_on_host:  # nothing is traced, and no kernel applies
             with pool.lock, nullcontext() if thread.inference is None else Inference(allowed=False):
+                pool.lock.use()
                 return call(self, *args, **kwargs)
         # Our kernels are allowed before the first write, too: MLX would take seconds to compile its own for a prompt.
         with pool.lock, lock_of(self), Inference():
+            pool.lock.use()
             return on_device(self, *args, **kwargs)
 
     return __call__
