@@ -7,6 +7,7 @@ from threading import get_ident
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..attention import dispatch, gather
 from ..attention.dispatch import Dispatch, record
@@ -14,7 +15,7 @@ from ..attention.gather import causal_mask, window_under
 from ..errors import GeometryError, PromptCacheError
 from ..kv.geometry import AttentionParams, Geometry, QueryHeads, Window
 from ..kv.lock import locked
-from ..kv.new_tokens import NewTokens
+from ..kv.new_tokens import NewTokens, lengths_of
 from ..kv.pool import BlockPool
 from .batch import OWN_MASK, Batch, NotPackableError
 from .layer_cache import LayerCache, LazyKV, hand_out
@@ -191,12 +192,19 @@ class PagedBatchKVCache(LayerCache):
             raise NotPackableError(message) if batch.is_pack else GeometryError(message)
         is_own = window_size in (None, window)
         if not batch.is_pack:
-            before = batch.seen_before(self.layer)
+            # Visible tokens of each row before its new one.
+            before = lengths_of(batch.tables) - (self.layer in batch.behind)
+            if self.sees is not None:
+                before -= self.sees.first_seen_by(before)
+            longest = int(before.max(initial=0)) + 1
             # Attention over fetched arrays needs a mask where rows are padded.
-            if is_own and not return_array and min(before, default=0) == max(before, default=0):
+            if is_own and not return_array and (before == longest - 1).all():
                 return None
             seen = window_under(self.group.spec, window_size and min(window_size, window or window_size))
-            mask = batch.padded_mask(before, seen)
+            # Each column's number among its row's visible tokens; negative in padding.
+            numbers = mx.array(before[:, None] + 1) + mx.arange(-longest, 0, dtype=mx.int32)
+            first = np.zeros_like(before) if seen is None else seen.first_seen_by(before)
+            mask = numbers[:, None, None] >= mx.array(first[:, None, None, None])
             if seen == self.sees:
                 batch.masks.add(self.group_index, mask, seen or Window(1 << 30))
             return mask
@@ -212,7 +220,9 @@ class PagedBatchKVCache(LayerCache):
 
     def size(self) -> int:
         """Return the number of visible tokens of the longest sequence."""
-        longest = max(self.batch.lengths(self.layer), default=0)
+        batch = self.batch
+        behind = np.array(batch.counts) if self.layer in batch.behind else 0
+        longest = int((lengths_of(batch.tables) - behind).max(initial=0))
         return longest if self.window is None else min(longest, self.window)
 
     def empty(self) -> bool:

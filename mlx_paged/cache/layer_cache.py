@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..attention import dispatch
-from ..kv.geometry import AttentionParams, QueryHeads, Window
 from ..kv.device_blocks import DeviceBlocks
+from ..kv.geometry import AttentionParams, QueryHeads
 from ..kv.group import Group
 from ..kv.host_blocks import HostBlocks
 from ..kv.lock import locked
@@ -32,6 +32,8 @@ class LayerCache:
         pool: the pool of the blocks.
         group: the layer's group.
         group_index, position: index of the group in the pool, and of the layer in the group.
+        window: most tokens that a token sees, itself included; None: all.
+        sees: the same as a Window.
     """
 
     def __init__(self, rows: SequenceTables | Batch, layer: int) -> None:
@@ -40,16 +42,7 @@ class LayerCache:
         self.pool: BlockPool = rows.pool
         self.group_index, self.position = self.pool.places[layer]
         self.group: Group = self.pool.groups[self.group_index]
-
-    @property
-    def window(self) -> int | None:
-        """Most tokens that a token sees, itself included; None: all."""
-        return self.group.spec.window
-
-    @property
-    def sees(self) -> Window | None:
-        """Return the window of earlier tokens that a token sees; None: all."""
-        return self.group.sees
+        self.window, self.sees = self.group.spec.window, self.group.sees
 
     def _fitted(
         self, keys: mx.array, values: mx.array, batch: int, heads: QueryHeads | None

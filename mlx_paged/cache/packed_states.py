@@ -19,12 +19,12 @@ class _Part(NamedTuple):
 
     Attributes:
         sequences: their indices.
-        count: new tokens of each.
+        num_tokens: new tokens of each.
         cache: the layer's cache with these sequences as a batch.
     """
 
     sequences: list[int]
-    count: int
+    num_tokens: int
     cache: Any
 
     def keeping(self, places: list[int], count: int) -> _Part:
@@ -110,8 +110,8 @@ class PackedStates:
         parts = []
         for before, after in zip(self._before, self._parts, strict=True):
             for part in _by_count(before, counts):
-                if part.count == before.count:
-                    part = after.keeping([before.sequences.index(index) for index in part.sequences], part.count)
+                if part.num_tokens == before.num_tokens:
+                    part = after.keeping([before.sequences.index(index) for index in part.sequences], part.num_tokens)
                 else:
                     for call, args, kwargs in self._calls or ():
                         _, part = self._run(part, call, args, kwargs)
@@ -124,7 +124,7 @@ class PackedStates:
 
     def _places(self, part: _Part) -> np.ndarray:
         """Return the places of a part's tokens in the pack, ``[k, n]``."""
-        places: np.ndarray = self._begins[part.sequences][:, None] + np.arange(part.count)
+        places: np.ndarray = self._begins[part.sequences][:, None] + np.arange(part.num_tokens)
         return places
 
     def _run(self, part: _Part, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, _Part]:

@@ -20,24 +20,19 @@ class BlockAllocator:
 
     Attributes:
         num_blocks: blocks that exist, the null block included.
-        num_free: blocks without a reference.
+        num_free, num_live: blocks without a reference, and the others.
         num_shared: blocks with a reference count above one.
         peak_live: most live blocks so far.
     """
 
     def __init__(self) -> None:
         self.num_blocks = 1
-        self.num_free = self.num_shared = self.peak_live = 0
+        self.num_free = self.num_live = self.num_shared = self.peak_live = 0
         self._refcounts: list[int] = [0]  # never replaced: `refcount` is bound to it
         # Returns a block's reference count, 0 if it is free. A bound method, as each row calls it in each step.
         self.refcount: Callable[[int], int] = self._refcounts.__getitem__
         self._held = bytearray(b"\1")  # of each block 1 if it has a reference; else 0. The null block counts as held
         self._lowest = 1  # no lower block is free
-
-    @property
-    def num_live(self) -> int:
-        """Blocks with at least one reference."""
-        return self.num_blocks - 1 - self.num_free
 
     def grow(self, num_blocks: int) -> None:
         """Add ids up to ``num_blocks - 1``, as free blocks."""
@@ -59,7 +54,6 @@ class BlockAllocator:
         it, or the lowest. Raises before taking any if too few are free."""
         if count > self.num_free:
             raise BlockStateError(f"cannot allocate {count} blocks: {self.num_free} are free")
-        self.peak_live = max(self.peak_live, self.num_live + count)
         ids: list[int] = []
         block_id = self._lowest - 1
         for _ in range(count):
@@ -69,6 +63,8 @@ class BlockAllocator:
         if first is None:
             self._lowest = block_id + 1
         self.num_free -= count
+        self.num_live += count
+        self.peak_live = max(self.peak_live, self.num_live)
         return ids
 
     def find(self, count: int, after: int, spacing: int = SPACING) -> int | None:
@@ -102,6 +98,7 @@ class BlockAllocator:
             elif self._refcounts[block_id] == 0:
                 self._held[block_id] = 0
                 self.num_free += 1
+                self.num_live -= 1
                 self._lowest = min(self._lowest, block_id)
 
     def _checked(self, block_ids: Sequence[int], verb: str) -> list[int]:

@@ -28,17 +28,18 @@ class HostBlocks:
     consecutive ids, as a sequence alone in the pool has, through a view (docs/adr/0092).
 
     The next few tokens of each sequence are written lazily, by an index that all layers of a step share: a step is one
-    graph, and MLX reuses the arrays' memory unless something else refers to it. Everything else, and the first tokens
-    that a thread writes, is written through NumPy views: nothing is copied, and it is done when the method returns. So an MLX view of the blocks is memory, not
-    a value: it changes with the next write. Whatever leaves the cache is a copy, and what was built over the blocks and
-    is not computed yet is in ``pending``, which a write computes first (docs/adr/0092). With a page format the arrays
-    hold quantised rows, made when a token is written.
+    graph, and MLX reuses the arrays' memory unless something else refers to it. Everything else, and a thread's first
+    write, goes through NumPy views: nothing is copied, and it is done when the method returns. So an MLX view of the
+    blocks is memory, not a value: it changes with the next write. Whatever leaves the cache is a copy, and what was
+    built over the blocks and is not computed yet is in ``pending``, which a write computes first (docs/adr/0092). With
+    a page format the arrays hold quantised rows, made when a token is written.
 
     Args:
         geometry: of the layer's keys and values.
         block_size, num_blocks: size and number of the blocks.
 
     Attributes:
+        num_blocks: blocks that both tensors hold; 0 after :meth:`drop`.
         most_padded: most tokens of the longest of several rows that attend together over copies.
         pending: lazy arrays that read the blocks, and one that is ready when the latest lazy write is.
     """
@@ -46,7 +47,7 @@ class HostBlocks:
     in_place = False
 
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
-        self.geometry, self.block_size = geometry, block_size
+        self.geometry, self.block_size, self.num_blocks = geometry, block_size, num_blocks
         self.pending: list[mx.array] = []
         self.num_quantized = 0
         self.most_padded = MOST_PADDED_BYTES // geometry._replace(format=None).bytes_per_token()
@@ -64,11 +65,6 @@ class HostBlocks:
     def _zeros(self, num_blocks: int, dim: int) -> mx.array:
         # Zeros, not uninitialised memory: a masked product with NaN would still be NaN.
         return mx.zeros((self._stored.num_kv_heads * num_blocks * self.block_size, dim), self._stored.dtype)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that both tensors hold; 0 after :meth:`drop`."""
-        return int(self._keys.shape[0] // (self._stored.num_kv_heads * self.block_size))
 
     @property
     def _views(self) -> tuple[np.ndarray, np.ndarray]:
@@ -131,11 +127,13 @@ class HostBlocks:
             self._view(new)[:, :kept] = self._view(old)[:, :kept]
             tensors.append(new)
         self._keys, self._values = tensors  # both or neither: they share indices
+        self.num_blocks = num_blocks
         self._known_views = None
 
     def drop(self) -> None:
         """Drop the tensors; see :meth:`Blocks.drop`. Reads that were built keep them."""
         self._keys = self._values = NO_BLOCKS
+        self.num_blocks = 0
         self._known_views = None
         self.pending.clear()
 

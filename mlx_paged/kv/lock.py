@@ -65,6 +65,7 @@ class PoolLock:
         owner: the thread that holds it, or 0.
         is_dirty: whether tensors have been read or written since it was taken; see :meth:`use`.
         abandoned: block ids, by group, of dropped tables, to be released by the next thread that holds the lock.
+        held: pairs of arrays that a caller may still hold; see :meth:`hold`.
         device: tells whether the device has failed since the pool was made.
     """
 
@@ -74,7 +75,7 @@ class PoolLock:
         self.is_dirty = False
         self.device = DeviceWatch()
         self._groups = groups
-        self._held: list[tuple[weakref.ref[mx.array], weakref.ref[mx.array]]] = []  # see :meth:`hold`
+        self.held: list[tuple[weakref.ref[mx.array], weakref.ref[mx.array]]] = []
         self.abandoned: deque[Sequence[Sequence[int]]] = deque()
         # Block ids of all tables that have not been released, by identity of the list, with the table. Includes those
         # of tables that some thread is just dropping. Other threads add tables without the lock, so it is copied before
@@ -126,7 +127,13 @@ class PoolLock:
         finally:
             self._depth = 1  # it is taken again meanwhile
             try:
-                self._settle()
+                if self.abandoned:
+                    self.collect()
+                for group in self._groups:
+                    if group.allocator.num_live:
+                        break
+                else:
+                    self._drop_tensors()
             finally:
                 self.is_dirty, self.owner, self._depth = False, 0, 0
                 self._lock.release()
@@ -134,10 +141,14 @@ class PoolLock:
                 self.visit()
 
     def _compute(self, *, wait: bool) -> None:
-        arrays = [array for group in self._groups for blocks in group.blocks for array in blocks.pending]
+        arrays = []
+        for group in self._groups:
+            for blocks in group.blocks:
+                arrays += blocks.pending
         try:
             mx.async_eval(arrays)  # does nothing if they are already being computed
-            self.compute_held()
+            if self.held:
+                self.compute_held()
             if wait:
                 mx.eval(arrays)
         except Exception as error:
@@ -161,13 +172,12 @@ class PoolLock:
         """Note a pair of arrays that was handed out, and that attention has not used, because it read the blocks. It is
         mostly dropped at once. If not, it is computed before the next write to the pool, and before the thread that has
         built it releases the lock."""
-        self._held.append((weakref.ref(keys), weakref.ref(values)))
+        self.held.append((weakref.ref(keys), weakref.ref(values)))
 
     def compute_held(self) -> None:
         """Compute the noted pairs that are still held."""
-        if self._held:
-            pairs, self._held = self._held, []
-            mx.eval([array for pair in pairs for ref in pair if (array := ref()) is not None])
+        pairs, self.held = self.held, []
+        mx.eval([array for pair in pairs for ref in pair if (array := ref()) is not None])
 
     # Tables ---------------------------------------------------------------------------------------------------
 
@@ -197,20 +207,15 @@ class PoolLock:
 
     def collect(self) -> None:
         """Release the blocks of dropped tables; call it before counting free blocks."""
-        if not self.abandoned:
-            return
-        with self:
-            while self.abandoned:
-                for group, block_ids in zip(self._groups, self.abandoned[0], strict=True):
-                    group.allocator.release(block_ids)
-                self._tables.pop(id(self.abandoned.popleft()), None)
+        if self.abandoned:
+            with self:
+                while self.abandoned:
+                    for group, block_ids in zip(self._groups, self.abandoned[0], strict=True):
+                        group.allocator.release(block_ids)
+                    self._tables.pop(id(self.abandoned.popleft()), None)
 
-    def _settle(self) -> None:
-        """Release the blocks of dropped tables. If no block is held any more, drop all tensors. Computes nothing."""
-        self.collect()
-        for group in self._groups:
-            if group.allocator.num_live:
-                return
+    def _drop_tensors(self) -> None:
+        """Drop all tensors, as no block is held. Computes nothing."""
         num_bytes = sum(group.bytes_reserved for group in self._groups)
         for group in self._groups:
             if group.allocator.num_blocks > 1 or group.has_tensors:

@@ -86,7 +86,7 @@ class NewTokens:
             num_blocks: number of the group's blocks.
         """
         self.epoch, self._num_blocks = epoch, num_blocks
-        self.lengths = np.fromiter(map(_length_of, self.tables), np.int32, len(self.tables))
+        self.lengths = lengths_of(self.tables)
         self.made.clear()
 
     @cached_property
@@ -315,6 +315,11 @@ class NewTokens:
     def join(parts: Sequence[mx.array]) -> mx.array:
         """Join parts ``[1, n_heads, counts[b], head_dim]`` to ``[T, n_heads, 1, head_dim]``."""
         return mx.concatenate([part.swapaxes(0, 2) for part in parts])
+
+
+def lengths_of(tables: Sequence[BlockTable]) -> np.ndarray:
+    """Return the length of each table, int32 ``[B]``."""
+    return np.fromiter(map(_length_of, tables), np.int32, len(tables))
 
 
 def table_width(tables: Sequence[BlockTable], group: int) -> int:

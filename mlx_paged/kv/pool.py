@@ -13,8 +13,8 @@ from .blocks import Blocks, ChooseBlocks, host_blocks
 from .geometry import PageFormat, QueryHeads
 from .group import Group, LayerGroup, check_layout
 from .lock import PoolLock
-from .memory import UNLIMITED, PoolMemory
 from .new_tokens import NewTokens
+from .pool_memory import UNLIMITED, PoolMemory
 from .stats import PagedCacheStats, check_group
 
 
@@ -68,14 +68,6 @@ class BlockPool:
     def memory_budget(self) -> int:
         """Most bytes that the tensors of all groups, and states, may take."""
         return self.memory.budget
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether blocks lie on the host; False before the first write."""
-        for group in self.groups:
-            if group.geometry is not None:
-                return not group.in_place
-        return False
 
     @property
     def is_lost(self) -> bool:
@@ -244,7 +236,8 @@ class BlockPool:
         """
         identity, size, others = self._identity, self.block_size, []
         with self.lock:
-            self.lock.collect()
+            if self.lock.abandoned:
+                self.lock.collect()
             for index, table in enumerate(tables):
                 tail = table.length // size
                 has_room = table.owner is identity and not table.released
@@ -388,8 +381,11 @@ class BlockPool:
             GeometryError: fewer positions are reserved.
             BlockStateError: a table was released, or a block of those positions is shared.
         """
-        self.lock.compute_held()
-        self.lock.collect()  # a block shared only with a dropped table is not shared
+        lock = self.lock
+        if lock.held:
+            lock.compute_held()
+        if lock.abandoned:  # a block shared only with a dropped table is not shared
+            lock.collect()
         if tokens.epoch == group.epoch:
             return
         refcount, size = group.allocator.refcount, self.block_size

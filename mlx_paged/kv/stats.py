@@ -11,7 +11,7 @@ from ..errors import BlockStateError
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
 from .group import Group
-from .memory import BlockHolder
+from .pool_memory import BlockHolder
 
 if TYPE_CHECKING:
     from .pool import BlockPool

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
-from ..kv.memory import STATES_SHARE
 from ..kv.pool import BlockPool
+from ..kv.pool_memory import STATES_SHARE
 from .entry import Checkpoint, Entry, Match, is_saved, next_key, serves
 
 # Largest share of a pool's budget for prefixes that requests ask to keep, so that others always have room.
