@@ -133,11 +133,11 @@ class PagedBatchKVCache(LayerCache):
         if isinstance(batch, PlaceholderBatch):
             batch.unwritten[layer] = keys, values
             return self._placeholders(batch, keys.dtype)
-        before = self._write(tokens, keys, values)
+        self.group.blocks[self.position].write(tokens, keys, values)
         if batch.is_pack:
             hand_out(keys, values, PackedKV(batch, layer, is_new=True))
             return keys, values
-        return self._hand_out(tokens, (keys, values), before)
+        return self._hand_out(tokens)
 
     @locked
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -149,7 +149,7 @@ class PagedBatchKVCache(LayerCache):
         if isinstance(batch, PlaceholderBatch):
             return self._placeholders(batch, geometry.dtype)
         if not batch.is_pack:
-            return self._hand_out(batch.tokens_of(self.layer), None, None)
+            return self._hand_out(batch.tokens_of(self.layer))
         heads, k_dim, v_dim, dtype, _ = geometry
         nothing = mx.zeros((), dtype)
         keys, values = (mx.broadcast_to(nothing, (len(batch), heads, 1, dim)) for dim in (k_dim, v_dim))

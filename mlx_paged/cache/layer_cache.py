@@ -4,7 +4,7 @@ out, recognised when an attention function is given them."""
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -59,26 +59,9 @@ class LayerCache:
         self.pool.set_geometry(self.layer, keys, values, batch=batch, heads=heads)
         return keys, values
 
-    def _write(self, tokens: NewTokens, keys: mx.array, values: mx.array) -> mx.array | None:
-        """Write new tokens. Return the fence before the write, if the blocks are a device's."""
-        group = self.group
-        before = group.device(self.position).fence if group.in_place else None
-        group.blocks[self.position].write(tokens, keys, values)
-        return before
-
-    def _hand_out(
-        self,
-        tokens: NewTokens,
-        append: tuple[mx.array, mx.array] | None,
-        before: mx.array | None,
-    ) -> tuple[mx.array, mx.array]:
-        """Return lazily what the tables hold, as arrays that :func:`lazy_kv_of` recognises.
-
-        Args:
-            tokens: of the sequence or the batch.
-            append: new keys and values that a kernel may still write itself.
-            before: the fence before their write.
-        """
+    def _hand_out(self, tokens: NewTokens) -> tuple[mx.array, mx.array]:
+        """Return lazily what the tables of the sequence or the batch hold, as arrays that :func:`lazy_kv_of`
+        recognises. ``tokens``: their latest ones."""
         blocks = self.group.blocks[self.position]
         if isinstance(blocks, HostBlocks):
             # Outputs of one operation are computed together: the third, of one element, is ready when the others are.
@@ -92,17 +75,8 @@ class LayerCache:
             keys, values = blocks.fetch(tokens)
         else:
             keys, values = blocks.gather(tokens.tables[0], self.group_index)
-        fences = Fences(written if before is None else before, written, blocks.fence)
-        hand_out(keys, values, LazyKV(self.rows, self.layer, append, fences))
+        hand_out(keys, values, LazyKV(self.rows, self.layer, fences=(written, blocks.fence)))
         return keys, values
-
-
-class Fences(NamedTuple):
-    """Fences of a device's blocks: before a write, after it, and after the gather that follows."""
-
-    before: mx.array
-    written: mx.array
-    gathered: mx.array
 
 
 class LazyKV:
@@ -117,8 +91,7 @@ class LazyKV:
 
     Args:
         rows, layer: where the keys and values are, those of the new tokens included.
-        append: new keys and values, one per table, that the attention kernel may still write itself.
-        fences: fences of a device's blocks.
+        fences: of a device's blocks, before the gather and after it.
         read: the array that stands for the pair in the pending reads of the host's blocks.
     """
 
@@ -126,15 +99,13 @@ class LazyKV:
         self,
         rows: Batch | SequenceTables,
         layer: int,
-        append: tuple[mx.array, mx.array] | None = None,
-        fences: Fences | None = None,
+        fences: tuple[mx.array, mx.array] | None = None,
         read: mx.array | None = None,
     ) -> None:
         pool = rows.pool
         self.layer = layer
         self._rows = weakref.ref(rows)
         self._pool = weakref.ref(pool)
-        self._append = append
         self._fences = fences
         self._read = read
         self._batched = isinstance(rows, Batch)  # masked by their own lengths: only a mask's window matters
@@ -178,34 +149,23 @@ class LazyKV:
         index, position = pool.places[layer]
         group = pool.groups[index]
         tokens = rows.tokens_of(layer) if isinstance(rows, Batch) else rows.latest_tokens(index, num_tokens)
-        if num_tokens == 1 and self._append is not None and self._forget(pool, keys, values, to_write=True):
-            return dispatch.attend(queries, self._append, group, position, tokens, params)
         is_fresh = (
             not self._batched and tokens.tables[0].num_visible(tokens.group) == num_tokens and not group.is_quantized
         )
         if not is_fresh:  # else the arrays hold all tokens, and are attended over
-            self._forget(pool, keys, values, to_write=False)
+            self._forget_gather(pool, keys, values)
         new = (keys, values) if is_fresh else None
         return dispatch.attend(queries, new, group, position, tokens, params, is_written=True)
 
-    def _forget(self, pool: BlockPool, keys: mx.array, values: mx.array, *, to_write: bool) -> bool:
-        """Forget the gather, and with ``to_write`` a device's write before it. Return whether a device has."""
+    def _forget_gather(self, pool: BlockPool, keys: mx.array, values: mx.array) -> None:
+        """Take the gather from a host's pending reads, or from a device's chain of fences if it is the latest there."""
+        blocks = pool.blocks_of(self.layer)
         if self._read is not None:
-            pending = pool.blocks_of(self.layer).pending
-            pending[:] = [array for array in pending if array is not self._read]
+            blocks.pending[:] = [array for array in blocks.pending if array is not self._read]
             self._read = None
             pool.lock.hold(keys, values)
-        if self._fences is None:
-            return False
-        before, written, gathered = self._fences
-        is_forgotten = (
-            pool.group_of(self.layer)
-            .device(pool.places[self.layer][1])
-            .rewind(before if to_write else written, gathered)
-        )
-        if is_forgotten:
+        elif self._fences is not None and isinstance(blocks, DeviceBlocks) and blocks.rewind(*self._fences):
             pool.lock.hold(keys, values)
-        return is_forgotten
 
 
 # By id of the keys. Entries are dropped with their arrays: a gather kept alive would keep the pool's buffer.

@@ -320,7 +320,7 @@ class CompiledStep:
             self._model, self._caches, self._pool, self._blocks = model, caches, pool, blocks
             traces = self._traces
             before = [cache.cache for cache in states]
-            logits, after = DeviceBlocks.run(function, blocks, tokens, arrays, before, appended=num_rows)
+            logits, after = DeviceBlocks.run(function, blocks, tokens, arrays, before)
             pool.traces += self._traces - traces
             for cache, own in zip(states, after, strict=True):
                 cache.cache = list(own)

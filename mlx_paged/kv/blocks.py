@@ -28,8 +28,6 @@ class Blocks(Protocol):
     geometry: Geometry
     in_place: bool
     """Whether kernels write and read the blocks, ordered by a fence; no MLX operation may read them."""
-    num_quantized: int
-    """Tokens quantised here so far, each when it was written; 0 where the pages hold keys and values as they are."""
 
     @property
     def num_blocks(self) -> int:

@@ -94,9 +94,6 @@ class DeviceBlocks:
         self.block_size = block_size
         self.pages = pages_of(geometry)
         self.rotates = geometry.rotates
-        self.num_quantized = 0
-        # The fence before the latest write, and the number of tokens that the write quantised.
-        self._last_write: tuple[mx.array | None, int] = (None, 0)
         self.__keys, self.__values = self._new_blocks(num_blocks)
         self.__fence = kernels.new_fence()
         self.counters = kernels.Counters()
@@ -128,7 +125,6 @@ class DeviceBlocks:
         if launch is None:
             launch = kernels.prepare_write(self.__keys, self.__values, tokens.slots(), self.pages)
             tokens.made["write"] = launch
-        self._count(k.shape[0] * k.shape[2])
         if self.rotates:
             k, v = rotate(k), rotate(v)
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
@@ -142,12 +138,6 @@ class DeviceBlocks:
         fences.append(self.__fence)
         if len(fences) > LAYERS_AHEAD:
             mx.eval(fences[-1 - LAYERS_AHEAD])
-
-    def _count(self, num_tokens: int) -> None:
-        """Count the tokens of the write that follows."""
-        if self.pages is not None:
-            self.num_quantized += num_tokens
-            self._last_write = self.__fence, num_tokens
 
     def prepare_decode(
         self, q: mx.array, tokens: NewTokens, params: AttentionParams, *, appends: bool
@@ -201,8 +191,6 @@ class DeviceBlocks:
             NoKernelError: as :meth:`prepare_decode`.
         """
         q_len = q.shape[2]
-        if append is not None and self.pages is not None:
-            self._count(q.shape[0])
         if self.rotates:
             q, append = rotate(q), append and (rotate(append[0]), rotate(append[1]))
         if q_len > MAX_QUERY_LENGTH:
@@ -264,7 +252,6 @@ class DeviceBlocks:
         function: Callable[..., tuple[Any, list[mx.array]]],
         layers: Sequence[DeviceBlocks],
         *inputs: Any,
-        appended: int = 0,
     ) -> Any:
         """Call a (compiled) function over the blocks of these layers, and store the fences that it returns.
 
@@ -273,7 +260,6 @@ class DeviceBlocks:
                 returns a result and the next fence of each layer.
             layers: each layer's blocks, in order.
             inputs: passed on.
-            appended: tokens that the function writes to each layer.
 
         Returns:
             The function's result.
@@ -281,7 +267,6 @@ class DeviceBlocks:
         tensors = [(own.__keys, own.__values, own.__fence) for own in layers]
         result, fences = function(tensors, *inputs)
         for own, fence in zip(layers, fences, strict=True):
-            own._count(appended)
             own.__fence = fence
         return result
 
@@ -290,15 +275,14 @@ class DeviceBlocks:
     def traced(layers: Sequence[DeviceBlocks], tensors: Sequence[Sequence[mx.array]]) -> Iterator[None]:
         """Within a ``with`` block in a function that :meth:`run` calls, let the layers work on its tensors. Read the
         fences before the block ends: the layers then are as they were."""
-        before = [(own.__keys, own.__values, own.__fence, own.num_quantized, own._last_write) for own in layers]
+        before = [(own.__keys, own.__values, own.__fence) for own in layers]
         try:
             for own, (keys, values, fence) in zip(layers, tensors, strict=True):
                 own.__keys, own.__values, own.__fence = keys, values, fence
             yield
         finally:
-            for own, (keys, values, fence, num_quantized, last_write) in zip(layers, before, strict=True):
+            for own, (keys, values, fence) in zip(layers, before, strict=True):
                 own.__keys, own.__values, own.__fence = keys, values, fence
-                own.num_quantized, own._last_write = num_quantized, last_write
 
     def gather(self, table: BlockTable, group: int, *, stored: bool = False) -> tuple[mx.array, mx.array]:
         """Return copies of the visible positions, lazily; see :meth:`Blocks.gather`."""
@@ -383,15 +367,10 @@ class DeviceBlocks:
         self.__fence = kernels.new_fence()  # kernels that were not computed have not written
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
-        """Forget the kernels launched since the fence was ``to``. Their results must not be used, and what they wrote
-        must be written again. Returns False, and forgets nothing, unless ``latest`` is the present fence."""
+        """Forget the kernels launched since the fence was ``to``, which have written nothing. Returns False, and forgets nothing, unless ``latest`` is the present fence."""
         if self.__fence is not latest:
             return False
         self.__fence = to
-        before, num_tokens = self._last_write
-        if to is before:  # they will be quantised again
-            self.num_quantized -= num_tokens
-            self._last_write = None, 0
         return True
 
 

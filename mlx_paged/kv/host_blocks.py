@@ -49,7 +49,6 @@ class HostBlocks:
     def __init__(self, geometry: Geometry, block_size: int, num_blocks: int) -> None:
         self.geometry, self.block_size, self.num_blocks = geometry, block_size, num_blocks
         self.pending: list[mx.array] = []
-        self.num_quantized = 0
         self.most_padded = MOST_PADDED_BYTES // geometry._replace(format=None).bytes_per_token()
         self._stored, self._forms = geometry.stored, geometry.rows
         self._is_bfloat16 = self._stored.dtype == mx.bfloat16
@@ -85,7 +84,6 @@ class HostBlocks:
             if self.geometry.rotates:
                 k, v = rotate(k), rotate(v)
             k, v = self._forms[0].quantize(k), self._forms[1].quantize(v)
-            self.num_quantized += tokens.num_tokens
         if tokens.num_tokens <= MAX_QUERY_LENGTH * len(tokens.tables) and hasattr(self._thread, "has_written"):
             # Nothing waits for the new keys, so the next layers' can be built. A prompt's would be alive in all layers
             # until the end of its call.

@@ -60,6 +60,7 @@ class BlockPool:
             for position, layer in enumerate(group.spec.layers)
         }
         self.cow_forks = 0
+        self.appended_tokens = 0
         self.traces = 0  # compiled steps traced; a trace slows its step down
         # Counted by the scheduler of the pool's sequences.
         self.preemptions = self.drafted = self.accepted = self.draft_steps = self.draft_depth = self.draft_ms_saved = 0
@@ -200,6 +201,7 @@ class BlockPool:
             if num_tokens > 1 or any(count != 1 for count in references):  # not in nearly every decode step
                 self._extend(table, num_tokens, references)
             table.length += num_tokens
+            self.appended_tokens += num_tokens
             for group in self.groups:
                 group.touch()
 
@@ -250,6 +252,7 @@ class BlockPool:
                     has_room = has_room and tail < len(ids) and group.allocator.refcount(ids[tail]) == 1
                 if has_room:
                     table.length += 1
+                    self.appended_tokens += 1
                 else:
                     others.append(index)
             for group in self.groups:
