@@ -367,7 +367,8 @@ class DeviceBlocks:
         self.__fence = kernels.new_fence()  # kernels that were not computed have not written
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
-        """Forget the kernels launched since the fence was ``to``, which have written nothing. Returns False, and forgets nothing, unless ``latest`` is the present fence."""
+        """Forget the kernels launched since the fence was ``to``, which have written nothing and whose results must not
+        be used. Returns False, and forgets nothing, unless ``latest`` is the present fence."""
         if self.__fence is not latest:
             return False
         self.__fence = to
