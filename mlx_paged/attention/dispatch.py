@@ -16,6 +16,7 @@ from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.blocks import kernel_unsupported_reason, prefill_unsupported_reason
 from ..kv.geometry import AttentionParams, QueryHeads, Window
 from ..kv.group import Group
+from ..kv.host_blocks import HostBlocks
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
 from . import gather
@@ -137,13 +138,14 @@ def attend(
     if len(shape) != 4 or shape[0] * shape[2] != tokens.num_tokens or shape[0] not in (num_tables, tokens.num_tokens):
         raise GeometryError(f"queries {shape} do not match {tokens.num_tokens} new tokens of {num_tables} sequence(s)")
     if tokens.is_pack or not group.in_place:
+        blocks = group.blocks[position]
         if new is not None and not is_written:
-            group.write(position, tokens, *new)
-        if not tokens.is_pack:  # a decode step on a CPU
+            blocks.write(tokens, *new)
+        if isinstance(blocks, HostBlocks) and not tokens.is_pack:
             reason = group.blocks_reason
             _last = _GATHERS.get(reason) or _GATHERS.setdefault(reason, Dispatch("gather", reason))
             _counts[_last] += 1
-            return gather.gather_attention(q, group, position, tokens, params)
+            return gather.view_attention(q, blocks, tokens, params)
         call = _Call(q, group, position, tokens, params)
         if shape[0] == num_tables == 1:
             return call.attend_one(new)
@@ -192,9 +194,13 @@ class _Call(NamedTuple):
         attended, unsupported = self.attend_by_decode_kernel(append)
         if attended is not None:
             return attended
+        blocks = self.group.blocks[self.position]
         if append is not None:
-            self.group.write(self.position, self.tokens, *append)
+            blocks.write(self.tokens, *append)
         record(Dispatch("gather", unsupported))
+        if isinstance(blocks, HostBlocks) and self.q.shape[2] <= MAX_QUERY_LENGTH:
+            return gather.view_attention(self.q, blocks, self.tokens, self.params)
+        # A prompt's result in the last layer is never used, so it must not be among the reads that a write computes.
         return gather.gather_attention(*self)
 
     def attend_by_decode_kernel(self, append: tuple[mx.array, mx.array] | None) -> tuple[mx.array | None, str]:

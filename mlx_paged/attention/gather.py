@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 
 from ..errors import GeometryError
-from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.geometry import AttentionParams, Window
 from ..kv.group import Group, LayerGroup
 from ..kv.host_blocks import HostBlocks
-from ..kv.new_tokens import NewTokens
+from ..kv.new_tokens import NewTokens, Padding
 
 
 def causal_mask(num_tokens: int, offset: int = 0, window: Window | None = None) -> mx.array:
@@ -86,8 +87,7 @@ def _latent_attention(
 
 
 def gather_attention(q: mx.array, group: Group, position: int, tokens: NewTokens, params: AttentionParams) -> mx.array:
-    """Attend from the last tokens of each sequence over all its visible tokens: products for each sequence. On a CPU
-    that is faster than one call of MLX's attention for all rows, padded (docs/adr/0092).
+    """Attend from the last tokens of each sequence over copies of all its visible tokens.
 
     Args:
         q: ``[B, n_q_heads, q_len, head_dim]``; the queries are the last ``q_len`` tokens of each sequence.
@@ -98,31 +98,41 @@ def gather_attention(q: mx.array, group: Group, position: int, tokens: NewTokens
     Returns:
         ``[B, n_q_heads, q_len, v_head_dim]``.
     """
-    # A prompt's result in the last layer is never used, so it must not be among the reads that a write computes.
-    blocks = group.blocks[position]
-    pending: list[mx.array] | None = None
-    if isinstance(blocks, HostBlocks) and q.shape[2] <= MAX_QUERY_LENGTH:
-        pairs, pending = blocks.read(tokens), blocks.pending
-    else:
-        pairs = [blocks.gather(table, group.index) for table in tokens.tables]
+    pairs = [group.blocks[position].gather(table, group.index) for table in tokens.tables]
+    return _by_row(q, pairs, params)
+
+
+def view_attention(q: mx.array, blocks: HostBlocks, tokens: NewTokens, params: AttentionParams) -> mx.array:
+    """Attend like :func:`gather_attention` from few tokens, lazily and over views of a host's blocks (docs/adr/0092).
+
+    A sequence alone gets the bits of MLX's function. One token each of several short sequences attend together, over
+    padded copies: fewer operations. Over long ones copies cost more than they save.
+    """
     scale, mask, _, softcap, sinks, latent = params
-    is_plain = softcap is None and not latent
-    if len(pairs) == 1 and is_plain:  # as attention() does; a call less in each layer of a decode step
-        output = mx.fast.scaled_dot_product_attention(q, *pairs[0], scale=scale, mask=mask, sinks=sinks)
-    elif len(pairs) == 1:
-        output = attention(q, *pairs[0], params)
-    elif pending is not None and is_plain and q.shape[2] == 1 and sinks is None and not isinstance(mask, mx.array):
+    padding: Padding | None = None
+    if q.shape[2] == 1 and len(tokens.tables) > 1 and mask is None and softcap is None and not latent:
+        padding = tokens.made.get("padding") or tokens.padding(blocks.most_padded)
+    if padding is not None and padding.longest <= blocks.most_padded:
+        k, v = blocks.fetch(tokens)
+        output = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=padding.mask, sinks=sinks)
+    elif padding is not None and sinks is None:
         # What MLX's function computes on a CPU, with the same bits. Rows share the operations before and after the
         # products, since one costs as much as the products of a short row.
         batch, num_heads, _, head_dim = q.shape
+        queries = mx.split((q * scale).reshape(batch, blocks.geometry.num_kv_heads, -1, head_dim), batch)
         found = []
-        queries = mx.split((q * scale).reshape(batch, pairs[0][0].shape[1], -1, head_dim), batch)
-        for row, (k, v) in zip(queries, pairs, strict=True):
+        for row, (k, v) in zip(queries, blocks.read(tokens), strict=True):
             found.append(mx.softmax(row @ k.swapaxes(-1, -2), axis=-1, precise=True) @ v)
         output = mx.concatenate(found).reshape(batch, num_heads, 1, -1)
     else:
-        rows = zip(mx.split(q, len(pairs)), pairs, strict=True)
-        output = mx.concatenate([attention(row, k, v, params) for row, (k, v) in rows])
-    if pending is not None:
-        pending.append(output)
+        output = _by_row(q, blocks.read(tokens), params)
+    blocks.pending.append(output)
     return output
+
+
+def _by_row(q: mx.array, pairs: Sequence[tuple[mx.array, mx.array]], params: AttentionParams) -> mx.array:
+    """Return :func:`attention` of each row over its own keys and values."""
+    if len(pairs) == 1:
+        return attention(q, *pairs[0], params)
+    rows = zip(mx.split(q, len(pairs)), pairs, strict=True)
+    return mx.concatenate([attention(row, k, v, params) for row, (k, v) in rows])

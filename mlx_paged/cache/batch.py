@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from ..errors import BlockStateError, without_frames
 from ..kv.geometry import Window
-from ..kv.new_tokens import NewTokens
+from ..kv.new_tokens import NewTokens, lengths_of
 from ..kv.pool import BlockPool
 from .sequence import KnownMasks, SequenceTables
 
@@ -92,7 +91,6 @@ class Batch:
         self._attended: set[int] = set()
         self.positions: dict[bool, mx.array] = {}
         self.unwritten: dict[int, tuple[mx.array, mx.array]] = {}
-        self._seen_before: dict[int, list[int]] = {}
         self._narrow_masks: dict[int, mx.array] = {}
 
     def __len__(self) -> int:
@@ -171,7 +169,6 @@ class Batch:
             raise BlockStateError("a layer has not written the tokens of the previous step")
         self._attended.clear()
         self.positions.clear()
-        self._seen_before.clear()
         others: Sequence[int] = range(len(self.tables)) if self.is_pack else self.pool.append_token(self.tables)
         for place, index in enumerate(others):
             try:
@@ -192,7 +189,6 @@ class Batch:
             self._trim(range(len(self.tables)))
         self.is_reserved = False
         self.positions.clear()
-        self._seen_before.clear()
         self.behind.clear()
 
     def note_attended(self, layer: int) -> None:
@@ -217,49 +213,13 @@ class Batch:
         behind = layer in self.behind
         known = self.positions.get(behind)
         if known is None:
-            if behind:
-                tokens = self.tokens_of(layer)
-                known = tokens.offsets() if self.is_pack else mx.array(tokens.lengths - 1)
-            elif self.is_pack and True in self.positions:
-                known = self.positions[True] + 1
+            if not self.is_pack:
+                known = mx.array(lengths_of(self.tables) - behind)
             else:
-                known = mx.array([table.length for table in self.tables], mx.int32)
+                known = self.tokens_of(layer).offsets()
+                known = known if behind else known + 1
             self.positions[behind] = known
         return known
-
-    def lengths(self, layer: int) -> list[int]:
-        """Return the number of tokens of each sequence that the layer has seen."""
-        behind = layer in self.behind
-        return [table.length - behind * n for table, n in zip(self.tables, self.counts, strict=True)]
-
-    def seen_before(self, layer: int) -> list[int]:
-        """Return the number of visible tokens of each row of a decode step before its new one."""
-        group = self.pool.places[layer][0]
-        known = self._seen_before.get(group)
-        if known is None:
-            sees = self.pool.groups[group].sees
-            lengths = self.lengths(layer)
-            known = lengths if sees is None else [length - sees.first_seen(length) for length in lengths]
-            self._seen_before[group] = known
-        return known
-
-    def padded_mask(self, layer: int, window: Window | None) -> mx.array:
-        """Return the mask of a decode step over rows that are padded on the left to the longest, as in mlx-lm's batch
-        caches; boolean ``[B, 1, 1, longest]``. The last column is each row's new token.
-
-        Args:
-            layer: index of the layer in the model.
-            window: the mask's window, at most the layer's.
-        """
-        before = self.seen_before(layer)
-        longest = max(before, default=0) + 1
-        if not (window and any(map(window.first_seen, before))):
-            pads = np.array([longest - 1 - own for own in before], np.int32)
-            return mx.arange(longest, dtype=mx.int32) >= mx.array(pads[:, None, None, None])
-        first = window.first_seen_by(np.array(before, np.int32)[:, None, None, None])
-        # Each column's number among its row's visible tokens; negative in padding.
-        numbers = mx.array(before, mx.int32)[:, None] + 1 + mx.arange(-longest, 0, dtype=mx.int32)
-        return numbers[:, None, None] >= mx.array(first)
 
     def narrow_mask(self, window: int) -> mx.array:
         """Return the placeholder mask of a pack for a window narrower than the layer's; :attr:`masks` recognises it."""

@@ -7,6 +7,7 @@ from threading import get_ident
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..attention import dispatch, gather
 from ..attention.dispatch import Dispatch, record
@@ -14,7 +15,7 @@ from ..attention.gather import causal_mask, window_under
 from ..errors import GeometryError, PromptCacheError
 from ..kv.geometry import AttentionParams, Geometry, QueryHeads, Window
 from ..kv.lock import locked
-from ..kv.new_tokens import NewTokens
+from ..kv.new_tokens import NewTokens, lengths_of
 from ..kv.pool import BlockPool
 from .batch import OWN_MASK, Batch, NotPackableError
 from .layer_cache import LayerCache, LazyKV, hand_out
@@ -72,6 +73,7 @@ class PagedBatchKVCache(LayerCache):
         pool = batch.pool
         if pool.lock.owner != get_ident():
             with pool.lock:
+                pool.lock.use()
                 return self.attend(queries, keys, values, params, as_rows=as_rows)
         pool.lock.is_dirty = True
         if shape[0] != batch.num_tokens or shape[2] != 1:
@@ -114,7 +116,7 @@ class PagedBatchKVCache(LayerCache):
         """
         keys, values = self._accepted(keys, values)
         tokens = self.batch.begin_layer(self.layer)
-        self.group.write(self.position, tokens, keys, values)
+        self.group.blocks[self.position].write(tokens, keys, values)
 
     @locked
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -131,11 +133,11 @@ class PagedBatchKVCache(LayerCache):
         if isinstance(batch, PlaceholderBatch):
             batch.unwritten[layer] = keys, values
             return self._placeholders(batch, keys.dtype)
-        before = self._write(tokens, keys, values)
+        self.group.blocks[self.position].write(tokens, keys, values)
         if batch.is_pack:
             hand_out(keys, values, PackedKV(batch, layer, is_new=True))
             return keys, values
-        return self._hand_out(tokens.tables, tokens, (keys, values), before)
+        return self._hand_out(tokens)
 
     @locked
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -147,8 +149,7 @@ class PagedBatchKVCache(LayerCache):
         if isinstance(batch, PlaceholderBatch):
             return self._placeholders(batch, geometry.dtype)
         if not batch.is_pack:
-            tokens = batch.tokens_of(self.layer)
-            return self._hand_out(tokens.tables, tokens, None, None)
+            return self._hand_out(batch.tokens_of(self.layer))
         heads, k_dim, v_dim, dtype, _ = geometry
         nothing = mx.zeros((), dtype)
         keys, values = (mx.broadcast_to(nothing, (len(batch), heads, 1, dim)) for dim in (k_dim, v_dim))
@@ -190,15 +191,25 @@ class PagedBatchKVCache(LayerCache):
             message = f"a mask must be for 1 token per row, got {N}"
             raise NotPackableError(message) if batch.is_pack else GeometryError(message)
         is_own = window_size in (None, window)
-        # In a decode step, attention over fetched arrays needs a mask where rows are padded.
-        if is_own and (batch.is_pack or not (return_array or len(set(batch.seen_before(self.layer))) > 1)):
-            return None
         if not batch.is_pack:
+            # Visible tokens of each row before its new one.
+            before = lengths_of(batch.tables) - (self.layer in batch.behind)
+            if self.sees is not None:
+                before -= self.sees.first_seen_by(before)
+            longest = int(before.max(initial=0)) + 1
+            # Attention over fetched arrays needs a mask where rows are padded.
+            if is_own and not return_array and (before == longest - 1).all():
+                return None
             seen = window_under(self.group.spec, window_size and min(window_size, window or window_size))
-            mask = batch.padded_mask(self.layer, seen)
+            # Each column's number among its row's visible tokens; negative in padding.
+            numbers = mx.array(before[:, None] + 1) + mx.arange(-longest, 0, dtype=mx.int32)
+            first = np.zeros_like(before) if seen is None else seen.first_seen_by(before)
+            mask = numbers[:, None, None] >= mx.array(first[:, None, None, None])
             if seen == self.sees:
                 batch.masks.add(self.group_index, mask, seen or Window(1 << 30))
             return mask
+        if is_own:
+            return None
         assert window_size is not None
         if window is not None and window_size > window:
             if not batch.tokens[self.group_index].is_pack:  # a traced step, in which it hides nothing more
@@ -209,7 +220,9 @@ class PagedBatchKVCache(LayerCache):
 
     def size(self) -> int:
         """Return the number of visible tokens of the longest sequence."""
-        longest = max(self.batch.lengths(self.layer), default=0)
+        batch = self.batch
+        behind = np.array(batch.counts) if self.layer in batch.behind else 0
+        longest = int((lengths_of(batch.tables) - behind).max(initial=0))
         return longest if self.window is None else min(longest, self.window)
 
     def empty(self) -> bool:
@@ -247,7 +260,7 @@ class PackedPart:
             raise GeometryError(f"keys {keys.shape} do not match {tokens.num_tokens} token(s)")
         if tokens.epoch != group.epoch:
             pool.begin(group, tokens)
-        group.write(pool.places[layer][1], tokens, keys, values)
+        group.blocks[pool.places[layer][1]].write(tokens, keys, values)
         return pool.gather_visible(tokens.tables[0], layer)
 
 

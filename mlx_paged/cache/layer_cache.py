@@ -4,15 +4,15 @@ out, recognised when an attention function is given them."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from ..attention import dispatch
-from ..kv.block_table import BlockTable
-from ..kv.geometry import AttentionParams, QueryHeads, Window
+from ..kv.device_blocks import DeviceBlocks
+from ..kv.geometry import AttentionParams, QueryHeads
 from ..kv.group import Group
+from ..kv.host_blocks import HostBlocks
 from ..kv.lock import locked
 from ..kv.new_tokens import NewTokens
 from ..kv.pool import BlockPool
@@ -29,33 +29,20 @@ class LayerCache:
 
     Attributes:
         rows: as given.
-        group_index, position: index of the layer's group in the pool, and of the layer in the group.
+        pool: the pool of the blocks.
+        group: the layer's group.
+        group_index, position: index of the group in the pool, and of the layer in the group.
+        window: most tokens that a token sees, itself included; None: all.
+        sees: the same as a Window.
     """
 
     def __init__(self, rows: SequenceTables | Batch, layer: int) -> None:
         self.rows = rows
         self.layer = layer
-        self.group_index, self.position = rows.pool.places[layer]
-
-    @property
-    def pool(self) -> BlockPool:
-        """The pool of the blocks."""
-        return self.rows.pool
-
-    @property
-    def group(self) -> Group:
-        """The layer's group."""
-        return self.rows.pool.groups[self.group_index]
-
-    @property
-    def window(self) -> int | None:
-        """Most tokens that a token sees, itself included; None: all."""
-        return self.group.spec.window
-
-    @property
-    def sees(self) -> Window | None:
-        """Return the window of earlier tokens that a token sees; None: all."""
-        return self.group.sees
+        self.pool: BlockPool = rows.pool
+        self.group_index, self.position = self.pool.places[layer]
+        self.group: Group = self.pool.groups[self.group_index]
+        self.window, self.sees = self.group.spec.window, self.group.sees
 
     def _fitted(
         self, keys: mx.array, values: mx.array, batch: int, heads: QueryHeads | None
@@ -72,52 +59,24 @@ class LayerCache:
         self.pool.set_geometry(self.layer, keys, values, batch=batch, heads=heads)
         return keys, values
 
-    def _write(self, tokens: NewTokens, keys: mx.array, values: mx.array) -> mx.array | None:
-        """Write new tokens. Return the fence before the write, if the blocks are a device's."""
-        group = self.group
-        before = group.device(self.position).fence() if group.in_place else None
-        group.write(self.position, tokens, keys, values)
-        return before
-
-    def _hand_out(
-        self,
-        tables: Sequence[BlockTable],
-        tokens: NewTokens | None,
-        append: tuple[mx.array, mx.array] | None,
-        before: mx.array | None,
-    ) -> tuple[mx.array, mx.array]:
-        """Return lazily what the tables hold, as arrays that :func:`lazy_kv_of` recognises.
-
-        Args:
-            tables: of the sequence or the batch.
-            tokens: the tables' new tokens, for what all layers share; None: of no step.
-            append: new keys and values that a kernel may still write itself.
-            before: the fence before their write.
-        """
-        group = self.group
-        if not group.in_place:
-            made = None if tokens is None else tokens.made
-            keys, values, read = group.fetch(self.position, tables, made)
+    def _hand_out(self, tokens: NewTokens) -> tuple[mx.array, mx.array]:
+        """Return lazily what the tables of the sequence or the batch hold, as arrays that :func:`lazy_kv_of`
+        recognises. ``tokens``: their latest ones."""
+        blocks = self.group.blocks[self.position]
+        if isinstance(blocks, HostBlocks):
+            # Outputs of one operation are computed together: the third, of one element, is ready when the others are.
+            keys, values, read = mx.depends([*blocks.fetch(tokens), mx.zeros(())], [])
+            blocks.pending.append(read)
             hand_out(keys, values, LazyKV(self.rows, self.layer, read=read))
             return keys, values
-        blocks = group.device(self.position)
-        written = blocks.fence()
+        assert isinstance(blocks, DeviceBlocks)
+        written = blocks.fence
         if isinstance(self.rows, Batch):
-            assert tokens is not None
             keys, values = blocks.fetch(tokens)
         else:
-            keys, values = blocks.gather(tables[0], self.group_index)
-        fences = Fences(written if before is None else before, written, blocks.fence())
-        hand_out(keys, values, LazyKV(self.rows, self.layer, append, fences))
+            keys, values = blocks.gather(tokens.tables[0], self.group_index)
+        hand_out(keys, values, LazyKV(self.rows, self.layer, fences=(written, blocks.fence)))
         return keys, values
-
-
-class Fences(NamedTuple):
-    """Fences of a device's blocks: before a write, after it, and after the gather that follows."""
-
-    before: mx.array
-    written: mx.array
-    gathered: mx.array
 
 
 class LazyKV:
@@ -126,14 +85,13 @@ class LazyKV:
     The arrays are real, lazy copies, equal to what mlx-lm's cache would return. If both come back together to an
     attention function, :meth:`attend` reads the blocks instead. The gather is then no longer among a host's pending
     reads or in a device's chain of fences, drops out of the graph and is never computed, unless the arrays are still
-    held at the next write (:class:`HeldArrays`).
+    held at the next write (:meth:`PoolLock.hold`).
 
     It lives as long as the arrays, so it holds tables and pool weakly. Without them, the arrays are ordinary ones.
 
     Args:
         rows, layer: where the keys and values are, those of the new tokens included.
-        append: new keys and values, one per table, that the attention kernel may still write itself.
-        fences: fences of a device's blocks.
+        fences: of a device's blocks, before the gather and after it.
         read: the array that stands for the pair in the pending reads of the host's blocks.
     """
 
@@ -141,15 +99,13 @@ class LazyKV:
         self,
         rows: Batch | SequenceTables,
         layer: int,
-        append: tuple[mx.array, mx.array] | None = None,
-        fences: Fences | None = None,
+        fences: tuple[mx.array, mx.array] | None = None,
         read: mx.array | None = None,
     ) -> None:
         pool = rows.pool
         self.layer = layer
         self._rows = weakref.ref(rows)
         self._pool = weakref.ref(pool)
-        self._append = append
         self._fences = fences
         self._read = read
         self._batched = isinstance(rows, Batch)  # masked by their own lengths: only a mask's window matters
@@ -193,34 +149,23 @@ class LazyKV:
         index, position = pool.places[layer]
         group = pool.groups[index]
         tokens = rows.tokens_of(layer) if isinstance(rows, Batch) else rows.latest_tokens(index, num_tokens)
-        if num_tokens == 1 and self._append is not None and self._forget(pool, keys, values, to_write=True):
-            return dispatch.attend(queries, self._append, group, position, tokens, params)
         is_fresh = (
             not self._batched and tokens.tables[0].num_visible(tokens.group) == num_tokens and not group.is_quantized
         )
         if not is_fresh:  # else the arrays hold all tokens, and are attended over
-            self._forget(pool, keys, values, to_write=False)
+            self._forget_gather(pool, keys, values)
         new = (keys, values) if is_fresh else None
         return dispatch.attend(queries, new, group, position, tokens, params, is_written=True)
 
-    def _forget(self, pool: BlockPool, keys: mx.array, values: mx.array, *, to_write: bool) -> bool:
-        """Forget the gather, and with ``to_write`` a device's write before it. Return whether a device has."""
+    def _forget_gather(self, pool: BlockPool, keys: mx.array, values: mx.array) -> None:
+        """Take the gather from a host's pending reads, or from a device's chain of fences if it is the latest there."""
+        blocks = pool.blocks_of(self.layer)
         if self._read is not None:
-            pending = pool.blocks_of(self.layer).pending
-            pending[:] = [array for array in pending if array is not self._read]
+            blocks.pending[:] = [array for array in blocks.pending if array is not self._read]
             self._read = None
-            pool.lock.held_arrays.add(keys, values)
-        if self._fences is None:
-            return False
-        before, written, gathered = self._fences
-        is_forgotten = (
-            pool.group_of(self.layer)
-            .device(pool.places[self.layer][1])
-            .rewind(before if to_write else written, gathered)
-        )
-        if is_forgotten:
-            pool.lock.held_arrays.add(keys, values)
-        return is_forgotten
+            pool.lock.hold(keys, values)
+        elif self._fences is not None and isinstance(blocks, DeviceBlocks) and blocks.rewind(*self._fences):
+            pool.lock.hold(keys, values)
 
 
 # By id of the keys. Entries are dropped with their arrays: a gather kept alive would keep the pool's buffer.

@@ -51,7 +51,7 @@ class PagedKVCache(LayerCache):
             GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
         """
         tokens, keys, values = self._begin(keys, values, None)
-        self.group.write(self.position, tokens, keys, values)
+        self.group.blocks[self.position].write(tokens, keys, values)
 
     def _begin(
         self, keys: mx.array, values: mx.array, heads: QueryHeads | None
@@ -94,13 +94,12 @@ class PagedKVCache(LayerCache):
         gathered.
         """
         tokens, keys, values = self._begin(keys, values, None)
-        before = self._write(tokens, keys, values)
+        self.group.blocks[self.position].write(tokens, keys, values)
         sequence, table = self.sequence, tokens.tables[0]
         if table.num_visible(self.group_index) == tokens.num_tokens and not self.group.is_quantized:
             hand_out(keys, values, LazyKV(sequence, self.layer))
             return keys, values
-        append = (keys, values) if tokens.num_tokens == 1 else None
-        return self._hand_out([table], tokens, append, before)
+        return self._hand_out(tokens)
 
     @locked
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -109,7 +108,7 @@ class PagedKVCache(LayerCache):
         self.pool.check(self.table)
         if not self.group.blocks or not self.table.num_visible(self.group_index):
             raise BlockStateError("nothing has been written to this table")
-        return self._hand_out([self.table], None, None, None)
+        return self._hand_out(NewTokens([self.table], (1,), self.group_index))
 
     @locked
     def load(self, keys: mx.array, values: mx.array, offset: int, *, stored: bool = False) -> None:

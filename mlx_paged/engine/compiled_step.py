@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import getitem, is_, itemgetter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, compress
+from operator import call, is_
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -71,14 +72,6 @@ KEPT_SIZES = 4
 compile_function: Callable[[Any], Any] = mx.compile
 
 
-class Member(NamedTuple):
-    """A value in a model: ``holder[key]``. Holders are modules, dicts and lists."""
-
-    holder: Any
-    key: Any
-    value: Any
-
-
 class ModelState:
     """What a trace has of a model: its modules, dicts and lists, and the arrays in them.
 
@@ -92,48 +85,52 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        members = list(_members_of(model))
-        inner = [member for member in members if isinstance(member.value, dict | list)]
-        holders = {id(each): each for each in [model, *(member.value for member in inner)]}
-        modules = [each for each in holders.values() if isinstance(each, nn.Module)]
+        containers: list[Any] = [model]
+        places: dict[int, tuple[Any, Any]] = {id(model): (None, None)}  # holder and key of each container
+        for holder in containers:  # grows meanwhile
+            for key, value in _items(holder):
+                if isinstance(value, dict | list) and id(value) not in places:
+                    places[id(value)] = holder, key
+                    containers.append(value)
         # Modules are referenced weakly. Other dicts and lists cannot be: they are looked up in their holders.
-        plain = {id(member.value): member for member in inner if not isinstance(member.value, nn.Module)}
-        containers = [*modules, *(member.value for member in plain.values())]
+        modules = [each for each in containers if isinstance(each, nn.Module)]
+        plain = [each for each in containers if not isinstance(each, nn.Module)]
+        containers = modules + plain
         numbers = {id(each): number for number, each in enumerate(containers)}
-        arrays = [member for member in members if isinstance(member.value, mx.array)]
-        self.arrays = [member.value for member in arrays]
         self._modules = list(map(weakref.ref, modules))
-        self._plain = [(numbers[id(member.holder)], member.key) for member in plain.values()]
+        self._plain = [(numbers[id(holder)], key) for holder, key in (places[id(each)] for each in plain)]
         self._types = list(map(type, containers))
         self._lengths = list(map(len, containers))
-        self._inner = _Places(inner, numbers)
-        self._inner_then = _picker([numbers[id(member.value)] for member in inner])
-        self._arrays = _Places(arrays, numbers)
+        self._readers = [dict.values if isinstance(each, dict) else iter for each in containers]
+        values = self._values(containers)
+        self._are_inner = [isinstance(value, dict | list) for value in values]
+        self._inner = [numbers[id(value)] for value in compress(values, self._are_inner)]
+        self._are_arrays = [isinstance(value, mx.array) for value in values]
+        self.arrays: list[mx.array] = list(compress(values, self._are_arrays))
         self._assigned: list[int] = []  # numbers of arrays that the model itself assigns
 
     def is_of(self, model: nn.Module) -> bool:
         """Return whether this is what the model is made of at present."""
         try:
             containers = self._containers()
-            arrays = list(self._arrays.values(containers))
-            for number in self._assigned:
-                arrays[number] = self.arrays[number]
-            return (
-                containers[0] is model
-                and list(map(type, containers)) == self._types
-                and list(map(len, containers)) == self._lengths
-                and all(map(is_, self._inner.values(containers), self._inner_then(containers)))
-                and all(map(is_, arrays, self.arrays))
-            )
         except (LookupError, TypeError):  # something is gone
             return False
+        is_alike = containers[0] is model and list(map(type, containers)) == self._types
+        if not is_alike or list(map(len, containers)) != self._lengths:
+            return False
+        values = self._values(containers)
+        arrays = list(compress(values, self._are_arrays))
+        for number in self._assigned:
+            arrays[number] = self.arrays[number]
+        inner = map(containers.__getitem__, self._inner)
+        return all(map(is_, arrays, self.arrays)) and all(map(is_, compress(values, self._are_inner), inner))
 
     def put_back(self) -> None:
         """Put back the arrays that the model has assigned while a step was traced, and compare them no more."""
-        containers = self._containers()
-        for number, array in enumerate(self._arrays.values(containers)):
-            if array is not self.arrays[number]:
-                self._arrays.assign(containers, number, self.arrays[number])
+        places = [(holder, key, value) for holder in self._containers() for key, value in _items(holder)]
+        for number, (holder, key, value) in enumerate(compress(places, self._are_arrays)):
+            if value is not self.arrays[number]:
+                (dict if isinstance(holder, dict) else list).__setitem__(holder, key, self.arrays[number])
                 self._assigned.append(number)
 
     def _containers(self) -> list[Any]:
@@ -143,47 +140,14 @@ class ModelState:
             containers.append(containers[holder][key])
         return containers
 
-
-class _Places:
-    """Places of some values in a model: container and key.
-
-    Args:
-        members: the values.
-        numbers: number of each container, by id.
-    """
-
-    def __init__(self, members: Sequence[Member], numbers: dict[int, int]) -> None:
-        self._numbers = [numbers[id(member.holder)] for member in members]
-        self._owners = _picker(self._numbers)
-        self._keys = [member.key for member in members]
-
-    def values(self, containers: list[Any]) -> Iterable[Any]:
-        """Return the present values. Iterating over them raises LookupError if one is missing."""
-        return map(getitem, self._owners(containers), self._keys)
-
-    def assign(self, containers: list[Any], number: int, value: Any) -> None:
-        """Put a value in one of the places."""
-        holder = containers[self._numbers[number]]
-        (dict if isinstance(holder, dict) else list).__setitem__(holder, self._keys[number], value)
+    def _values(self, containers: Iterable[Any]) -> list[Any]:
+        """Return the values in the modules, dicts and lists, one after the other."""
+        return list(chain.from_iterable(map(call, self._readers, containers)))
 
 
-def _picker(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return a function from a list to its items at these indices."""
-    if len(indices) > 1:
-        return itemgetter(*indices)
-    return lambda values: [values[index] for index in indices]
-
-
-def _members_of(model: nn.Module) -> Iterator[Member]:
-    """Yield every value in a model's modules, dicts and lists; one that is held in several places, at each of them."""
-    seen = {id(model)}
-    holders: list[Any] = [model]
-    for holder in holders:  # grows meanwhile
-        for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
-            yield Member(holder, key, value)
-            if isinstance(value, dict | list) and id(value) not in seen:
-                seen.add(id(value))
-                holders.append(value)
+def _items(holder: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and values of a module, dict or list."""
+    return holder.items() if isinstance(holder, dict) else enumerate(holder)
 
 
 class StepShapes(NamedTuple):
@@ -298,8 +262,7 @@ class CompiledStep:
         blocks = [pool.groups[cache.group_index].device(cache.position) for cache in parts[0]]
         if not all(own.decoded_by_kernel for own in blocks):
             return None
-        pool.lock.held_arrays.compute()
-        pool.lock.is_dirty = True
+        pool.lock.use()
         logits = self._compiled(rows, blocks, model, tokens, caches, *parts)
         if logits is None and self.failure is None:
             # With a compiled step's matrix products, so that results do not depend on which steps are compiled.
@@ -357,7 +320,7 @@ class CompiledStep:
             self._model, self._caches, self._pool, self._blocks = model, caches, pool, blocks
             traces = self._traces
             before = [cache.cache for cache in states]
-            logits, after = DeviceBlocks.run(function, blocks, tokens, arrays, before, appended=num_rows)
+            logits, after = DeviceBlocks.run(function, blocks, tokens, arrays, before)
             pool.traces += self._traces - traces
             for cache, own in zip(states, after, strict=True):
                 cache.cache = list(own)
@@ -455,7 +418,7 @@ class CompiledStep:
                     logits = self.forward(self._model, tokens, cache=with_leaves(self._caches, parts))
             finally:
                 self._state.put_back()
-            fences = [own.fence() for own in self._blocks]
+            fences = [own.fence for own in self._blocks]
         batch.commit()
         if not self._state.is_of(self._model):
             raise NotCompilable("the model changes its own modules in a step")

@@ -12,8 +12,8 @@ from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import PoolExhaustedError, RequestTooLargeError, without_frames
 from ..kv.block_table import BlockTable
-from ..kv.memory import UNLIMITED
 from ..kv.pool import BlockPool
+from ..kv.pool_memory import UNLIMITED
 from .decode_batch import DecodeBatch
 from .interfaces import TokenResponse
 from .request import Request

@@ -17,58 +17,43 @@ class BlockAllocator:
 
     Ids run from 1 to ``num_blocks - 1``; block 0 is the null block. The lowest free ids are handed out first, or, on
     request, consecutive ones. Either is deterministic.
+
+    Attributes:
+        num_blocks: blocks that exist, the null block included.
+        num_free, num_live: blocks without a reference, and the others.
+        num_shared: blocks with a reference count above one.
+        peak_live: most live blocks so far.
     """
 
     def __init__(self) -> None:
+        self.num_blocks = 1
+        self.num_free = self.num_live = self.num_shared = self.peak_live = 0
         self._refcounts: list[int] = [0]  # never replaced: `refcount` is bound to it
         # Returns a block's reference count, 0 if it is free. A bound method, as each row calls it in each step.
         self.refcount: Callable[[int], int] = self._refcounts.__getitem__
         self._held = bytearray(b"\1")  # of each block 1 if it has a reference; else 0. The null block counts as held
-        self._num_free = 0
         self._lowest = 1  # no lower block is free
-        self._num_shared = 0
-        self.peak_live = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that exist, the null block included."""
-        return len(self._refcounts)
-
-    @property
-    def num_free(self) -> int:
-        """Blocks without a reference."""
-        return self._num_free
-
-    @property
-    def num_live(self) -> int:
-        """Blocks with at least one reference."""
-        return len(self._refcounts) - 1 - self._num_free
-
-    @property
-    def num_shared(self) -> int:
-        """Blocks with a reference count above one."""
-        return self._num_shared
 
     def grow(self, num_blocks: int) -> None:
         """Add ids up to ``num_blocks - 1``, as free blocks."""
-        more = num_blocks - len(self._refcounts)
+        more = num_blocks - self.num_blocks
         self._refcounts.extend([0] * more)
         self._held.extend(bytes(more))
-        self._num_free += more
+        self.num_blocks += more
+        self.num_free += more
 
     def clear(self) -> None:
         """Drop all ids but the null block's. Raises BlockStateError if a block is held."""
         if self.num_live:
             raise BlockStateError(f"cannot drop the ids of {self.num_live} blocks that are held")
         del self._refcounts[1:], self._held[1:]
-        self._num_free, self._lowest = 0, 1
+        self.num_blocks, self.num_free, self._lowest = 1, 0, 1
 
     def allocate(self, count: int, first: int | None = None) -> list[int]:
         """Take ``count`` free blocks, each with one reference: those from ``first`` on, as :meth:`find` has returned
         it, or the lowest. Raises before taking any if too few are free."""
-        if count > self._num_free:
-            raise BlockStateError(f"cannot allocate {count} blocks: {self._num_free} are free")
-        self.peak_live = max(self.peak_live, self.num_live + count)
+        if count > self.num_free:
+            raise BlockStateError(f"cannot allocate {count} blocks: {self.num_free} are free")
         ids: list[int] = []
         block_id = self._lowest - 1
         for _ in range(count):
@@ -77,7 +62,9 @@ class BlockAllocator:
             self._refcounts[block_id] = self._held[block_id] = 1
         if first is None:
             self._lowest = block_id + 1
-        self._num_free -= count
+        self.num_free -= count
+        self.num_live += count
+        self.peak_live = max(self.peak_live, self.num_live)
         return ids
 
     def find(self, count: int, after: int, spacing: int = SPACING) -> int | None:
@@ -95,7 +82,7 @@ class BlockAllocator:
         for block_id in ids:
             self._refcounts[block_id] += 1
             if self._refcounts[block_id] == 2:
-                self._num_shared += 1
+                self.num_shared += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block; at zero it is free again. Raises before any change if one is free."""
@@ -107,10 +94,11 @@ class BlockAllocator:
         for block_id in ids:
             self._refcounts[block_id] -= 1
             if self._refcounts[block_id] == 1:
-                self._num_shared -= 1
+                self.num_shared -= 1
             elif self._refcounts[block_id] == 0:
                 self._held[block_id] = 0
-                self._num_free += 1
+                self.num_free += 1
+                self.num_live -= 1
                 self._lowest = min(self._lowest, block_id)
 
     def _checked(self, block_ids: Sequence[int], verb: str) -> list[int]:
@@ -138,7 +126,7 @@ class BlockAllocator:
                 f"{[(b, self._refcounts[b], expected[b]) for b in wrong[:8]]} (block, count, holders)"
             )
         held = bytes([1, *(count > 0 for count in self._refcounts[1:])])
-        if self._held != held or self._num_free != held.count(0) or 0 in held[: self._lowest]:
+        if self._held != held or self.num_free != held.count(0) or 0 in held[: self._lowest]:
             raise BlockStateError("the free blocks are not those without references")
-        if self._num_shared != sum(count > 1 for count in self._refcounts):
-            raise BlockStateError(f"the count of shared blocks is wrong: {self._num_shared}")
+        if self.num_shared != sum(count > 1 for count in self._refcounts):
+            raise BlockStateError(f"the count of shared blocks is wrong: {self.num_shared}")

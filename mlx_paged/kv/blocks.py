@@ -28,14 +28,15 @@ class Blocks(Protocol):
     geometry: Geometry
     in_place: bool
     """Whether kernels write and read the blocks, ordered by a fence; no MLX operation may read them."""
-    pending: list[mx.array]
-    """Lazy reads and writes that a host's blocks have to compute before the next write; empty on a device."""
-    num_quantized: int
-    """Tokens quantised here so far, each when it was written; 0 where the pages hold keys and values as they are."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks that the tensors hold."""
+
+    @property
+    def pending(self) -> list[mx.array]:
+        """Small arrays that are ready when every write so far is, and, on the host, lazy reads, which are computed
+        before the next write; they do not keep the blocks' buffers."""
 
     def write(self, tokens: NewTokens, k: mx.array, v: mx.array, *, stored: bool = False) -> None:
         """Write new tokens: k, v ``[B, n_kv_heads, n, head_dim]``, or ``[T, n_kv_heads, 1, head_dim]``, table by
@@ -55,10 +56,6 @@ class Blocks(Protocol):
 
     def drop(self) -> None:
         """Drop the tensors; :meth:`resize` makes new ones. Any thread may call it: it computes nothing."""
-
-    def ready(self) -> list[mx.array]:
-        """Return small arrays that are ready when every write so far is, and every read that a host's blocks still
-        have to compute; they do not keep the blocks' buffers."""
 
     def forget_failed_work(self) -> None:
         """Forget what could not be computed, after an exception of the device or of a thread's stream."""

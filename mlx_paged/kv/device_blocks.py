@@ -18,9 +18,12 @@ from ..kernels.quantized import PageShape, new_blocks, rotate
 from ..kernels.shared_runs import SharedCut, cut_of
 from .block_table import BlockTable
 from .geometry import AttentionParams, Geometry, QueryHeads, Window
-from .new_tokens import NewTokens, padded_gathered_slots
+from .new_tokens import NewTokens
 
 NO_BLOCKS = mx.array(np.zeros((0,), np.float32))
+# A prompt chunk is submitted to the GPU after as many layers as have PACED_TOKENS tokens together. A submission takes
+# the host 0.1 ms; the arrays of what is built and not computed, at most three such parts, are alive.
+PACED_TOKENS = 2048
 
 
 def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
@@ -90,10 +93,6 @@ class DeviceBlocks:
         self.block_size = block_size
         self.pages = pages_of(geometry)
         self.rotates = geometry.rotates
-        self.num_quantized = 0
-        self.pending: list[mx.array] = []
-        # The fence before the latest write, and the number of tokens that the write quantised.
-        self._last_write: tuple[mx.array | None, int] = (None, 0)
         mx.async_eval(self._make(num_blocks))  # a buffer of their own from the start
         self.__fence = kernels.new_fence()
         self.counters = kernels.Counters()
@@ -126,16 +125,22 @@ class DeviceBlocks:
         if launch is None:
             launch = kernels.prepare_write(self.__keys, self.__values, tokens.slots(), self.pages)
             tokens.made["write"] = launch
-        self._count(k.shape[0] * k.shape[2])
         if self.rotates:
             k, v = rotate(k), rotate(v)
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
+        if tokens.is_pack and tokens.can_compute:
+            self._pace(tokens)
 
-    def _count(self, num_tokens: int) -> None:
-        """Count the tokens of the write that follows."""
-        if self.pages is not None:
-            self.num_quantized += num_tokens
-            self._last_write = self.__fence, num_tokens
+    def _pace(self, tokens: NewTokens) -> None:
+        """Start computing up to this layer's write of a prompt chunk if enough layers have been built since the last
+        start (:data:`PACED_TOKENS`), and wait for the start before the last one."""
+        layers = max(1, PACED_TOKENS // tokens.num_tokens)
+        fences = tokens.made.setdefault("fences", [])
+        fences.append(self.__fence)
+        if len(fences) % layers == 0:
+            mx.async_eval(fences[-layers:])
+            if len(fences) > 2 * layers:
+                mx.eval(fences[-1 - 2 * layers])
 
     def prepare_decode(
         self, q: mx.array, tokens: NewTokens, params: AttentionParams, *, appends: bool
@@ -189,8 +194,6 @@ class DeviceBlocks:
             NoKernelError: as :meth:`prepare_decode`.
         """
         q_len = q.shape[2]
-        if append is not None and self.pages is not None:
-            self._count(q.shape[0])
         if self.rotates:
             q, append = rotate(q), append and (rotate(append[0]), rotate(append[1]))
         if q_len > MAX_QUERY_LENGTH:
@@ -252,7 +255,6 @@ class DeviceBlocks:
         function: Callable[..., tuple[Any, list[mx.array]]],
         layers: Sequence[DeviceBlocks],
         *inputs: Any,
-        appended: int = 0,
     ) -> Any:
         """Call a (compiled) function over the blocks of these layers, and store the fences that it returns.
 
@@ -261,7 +263,6 @@ class DeviceBlocks:
                 returns a result and the next fence of each layer.
             layers: each layer's blocks, in order.
             inputs: passed on.
-            appended: tokens that the function writes to each layer.
 
         Returns:
             The function's result.
@@ -269,7 +270,6 @@ class DeviceBlocks:
         tensors = [(own.__keys, own.__values, own.__fence) for own in layers]
         result, fences = function(tensors, *inputs)
         for own, fence in zip(layers, fences, strict=True):
-            own._count(appended)
             own.__fence = fence
         return result
 
@@ -278,15 +278,14 @@ class DeviceBlocks:
     def traced(layers: Sequence[DeviceBlocks], tensors: Sequence[Sequence[mx.array]]) -> Iterator[None]:
         """Within a ``with`` block in a function that :meth:`run` calls, let the layers work on its tensors. Read the
         fences before the block ends: the layers then are as they were."""
-        before = [(own.__keys, own.__values, own.__fence, own.num_quantized, own._last_write) for own in layers]
+        before = [(own.__keys, own.__values, own.__fence) for own in layers]
         try:
             for own, (keys, values, fence) in zip(layers, tensors, strict=True):
                 own.__keys, own.__values, own.__fence = keys, values, fence
             yield
         finally:
-            for own, (keys, values, fence, num_quantized, last_write) in zip(layers, before, strict=True):
+            for own, (keys, values, fence) in zip(layers, before, strict=True):
                 own.__keys, own.__values, own.__fence = keys, values, fence
-                own.num_quantized, own._last_write = num_quantized, last_write
 
     def gather(self, table: BlockTable, group: int, *, stored: bool = False) -> tuple[mx.array, mx.array]:
         """Return copies of the visible positions, lazily; see :meth:`Blocks.gather`."""
@@ -315,13 +314,13 @@ class DeviceBlocks:
 
     def fetch(self, tokens: NewTokens) -> tuple[mx.array, mx.array]:
         """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values that rows of one new token each see, padded on
-        the left to the longest as by :func:`.new_tokens.padded_slots` (lazy copies)."""
+        the left as by :meth:`.NewTokens.padded_slots` (lazy copies)."""
         known = tokens.made.get("fetch")
         if known is None:
             ids = [block_id for table in tokens.tables for block_id in table.block_ids[tokens.group]]
             num_slots = len(ids) * self.block_size
             heads = np.arange(self.geometry.num_kv_heads)[:, None] * num_slots
-            slots = padded_gathered_slots(tokens.tables, tokens.group)[:, None] + heads
+            slots = tokens.padded_slots(among_own=True)[:, None] + heads
             launch = kernels.prepare_gather(
                 self.__keys, self.__values, mx.array(ids, mx.int32), 0, num_slots, self.pages
             )
@@ -356,12 +355,14 @@ class DeviceBlocks:
         """Return the arrays, ready only when every write so far is."""
         return mx.depends(list(arrays), [self.__fence])
 
+    @property
     def fence(self) -> mx.array:
-        """Return the latest fence, which is ready when every kernel launched so far has run."""
+        """The latest fence, which is ready when every kernel launched so far has run."""
         return self.__fence
 
-    def ready(self) -> list[mx.array]:
-        """Return the fence; see :meth:`Blocks.ready`."""
+    @property
+    def pending(self) -> list[mx.array]:
+        """The fence; see :attr:`Blocks.pending`."""
         return [self.__fence]
 
     def forget_failed_work(self) -> None:
@@ -369,15 +370,11 @@ class DeviceBlocks:
         self.__fence = kernels.new_fence()  # kernels that were not computed have not written
 
     def rewind(self, to: mx.array, latest: mx.array) -> bool:
-        """Forget the kernels launched since the fence was ``to``. Their results must not be used, and what they wrote
-        must be written again. Returns False, and forgets nothing, unless ``latest`` is the present fence."""
+        """Forget the kernels launched since the fence was ``to``, which have written nothing and whose results must not
+        be used. Returns False, and forgets nothing, unless ``latest`` is the present fence."""
         if self.__fence is not latest:
             return False
         self.__fence = to
-        before, num_tokens = self._last_write
-        if to is before:  # they will be quantised again
-            self.num_quantized -= num_tokens
-            self._last_write = None, 0
         return True
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -16,8 +14,6 @@ from .block_table import BlockTable
 from .blocks import Blocks, BlocksChoice, ChooseBlocks, host_blocks
 from .device_blocks import DeviceBlocks
 from .geometry import Geometry, PageFormat, QueryHeads, Window
-from .host_blocks import HostBlocks
-from .new_tokens import NewTokens, padded_slots
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 # Doubling a large pool would reserve up to twice what is in use; see docs/adr/0099.
@@ -29,9 +25,6 @@ GROWTH_ABOVE = 1.125
 IN_PLACE_BUDGET_SHARE = 512
 IN_PLACE_MOST_BYTES = 512 << 20
 IN_PLACE_FIRST_BYTES = 64 << 20
-# A prompt chunk is submitted to the GPU after as many layers as have PACED_TOKENS tokens together. A submission takes
-# the host 0.1 ms; the arrays of what is built and not computed, at most three such parts, are alive.
-PACED_TOKENS = 2048
 
 
 class LayerGroup(NamedTuple):
@@ -102,31 +95,6 @@ def check_layout(groups: Sequence[LayerGroup], block_size: int) -> None:
             raise ConfigError(f"stride must be 1 or equal to window ({group.window}), got {group.stride}")
 
 
-class HeldArrays:
-    """Pairs of keys and values that attention has not used, because it read the blocks instead. They are mostly dropped
-    at once; pairs that a caller still holds are computed before the next write to the pool, and before the thread that
-    has built them releases the pool's lock.
-
-    Attributes:
-        pairs: weak references to them.
-        local: ``has_written`` if the thread has written to the pool before.
-    """
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[weakref.ref[mx.array], weakref.ref[mx.array]]] = []
-        self.local = threading.local()
-
-    def add(self, keys: mx.array, values: mx.array) -> None:
-        """Note a pair."""
-        self.pairs.append((weakref.ref(keys), weakref.ref(values)))
-
-    def compute(self) -> None:
-        """Compute the pairs that are still held."""
-        if self.pairs:
-            pairs, self.pairs = self.pairs, []
-            mx.eval([array for pair in pairs for ref in pair if (array := ref()) is not None])
-
-
 class Group:
     """Allocator and each layer's blocks of one :class:`LayerGroup`; one block id stands for a block in every layer."""
 
@@ -137,7 +105,6 @@ class Group:
         block_size: int,
         choose_blocks: ChooseBlocks = host_blocks,
         page_format: PageFormat | None = None,
-        held: HeldArrays | None = None,
     ) -> None:
         self.index = index  # in the pool
         self.spec, self.sees = spec, spec.sees
@@ -158,7 +125,6 @@ class Group:
         self.packs_unsupported: dict[QueryHeads, str | None] = {}
         self.epoch = 0  # rises with each change of a table or of a reference count
         self._choose_blocks = choose_blocks
-        self._held = HeldArrays() if held is None else held
 
     def touch(self) -> None:
         """Note that a table of the group or a reference count has changed: what was derived from them is not used any
@@ -352,63 +318,13 @@ class Group:
             return k, v
         return k.astype(geometry.dtype), v.astype(geometry.dtype)
 
-    def write(self, position: int, tokens: NewTokens, k: mx.array, v: mx.array, *, stored: bool = False) -> None:
-        """Write k and v that :meth:`validate` has accepted at the positions of new tokens; see :meth:`Blocks.write`.
-
-        Args:
-            position: index of the layer in the group.
-            tokens: after :meth:`BlockPool.begin`.
-            k, v, stored: see :meth:`Blocks.write`.
-        """
-        held = self._held
-        if not hasattr(held.local, "has_written") and tokens.can_compute:
-            mx.eval(k, v)  # raises for what this thread cannot compute, such as another thread's lazy weights
-        if held.pairs:
-            held.compute()
-        self.blocks[position].write(tokens, k, v, stored=stored)
-        if tokens.is_pack and tokens.can_compute:
-            self.pace(position, tokens.num_tokens)
-
     def device(self, position: int) -> DeviceBlocks:
         """Return a layer's blocks, which are a GPU's (:attr:`in_place`)."""
         blocks = self.blocks[position]
         assert isinstance(blocks, DeviceBlocks)
         return blocks
 
-    def fetch(
-        self, position: int, tables: Sequence[BlockTable], made: dict[Any, Any] | None = None
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """Return lazy copies of what tables hold in a layer's blocks on the host, padded on the left to the longest as
-        by :func:`.new_tokens.padded_slots`, and an array in the blocks' pending reads that stands for both.
-
-        Args:
-            position: index of the layer in the group.
-            tables: one per sequence.
-            made: :attr:`NewTokens.made` of a step of these tables: all layers then share an index.
-        """
-        blocks = self.blocks[position]
-        assert isinstance(blocks, HostBlocks)
-        made, key = {} if made is None else made, ("fetch", blocks.num_blocks)
-        index = made.get(key)
-        if index is None:
-            index = made[key] = blocks.index_of(padded_slots(tables, self.index))
-        keys, values = blocks.fetch(index)
-        # Outputs of one operation are computed together: the third, of one element, is ready when the others are.
-        keys, values, read = mx.depends([keys, values, mx.zeros(())], [])
-        blocks.pending.append(read)
-        return keys, values, read
-
-    def ready(self) -> list[mx.array]:
-        """Return small arrays that are ready when all writes so far are."""
-        return [array for blocks in self.blocks for array in blocks.ready()]
-
-    def pace(self, layer_position: int, num_tokens: int) -> None:
-        """Start computing up to a layer's write of a prompt chunk if enough layers have been built since the last start
-        (:data:`PACED_TOKENS`), and wait for the start before the last one. On the host each write has been computed
-        already."""
-        layers = max(1, PACED_TOKENS // num_tokens)
-        if self.in_place and (layer_position + 1) % layers == 0:
-            built = self.blocks[layer_position + 1 - layers : layer_position + 1]
-            mx.async_eval([blocks.ready() for blocks in built])
-            if layer_position >= 2 * layers:
-                mx.eval(self.blocks[layer_position - 2 * layers].ready())
+    @property
+    def pending(self) -> list[mx.array]:
+        """Small arrays that are ready when all writes so far are."""
+        return [array for blocks in self.blocks for array in blocks.pending]

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..errors import DeviceWatch, check_device
 from .block_table import BlockTable
-from .group import Group, HeldArrays
+from .group import Group
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,21 +45,6 @@ class _ThreadState(threading.local):
 _thread = _ThreadState()
 
 
-class _EvenIfLost:
-    """A pool's lock for changes of tables, which are possible after an error of the device, too."""
-
-    def __init__(self, lock: PoolLock) -> None:
-        self._lock = weakref.ref(lock)
-
-    def __enter__(self) -> bool:
-        lock = self._lock()
-        return lock is not None and lock.enter()
-
-    def __exit__(self, *given: object) -> None:
-        if (lock := self._lock()) is not None:
-            lock.__exit__(*given)
-
-
 class PoolLock:
     """A re-entrant lock, as a context manager (docs/adr/0093). It is held through a generator's step, an engine's step
     (both are :class:`HeldLocks`), or a bare call.
@@ -74,26 +59,23 @@ class PoolLock:
 
     Args:
         groups: the groups whose tensors are worked on.
-        held_arrays: arrays that a caller may hold although attention has not used them.
 
     Attributes:
         number: its place in the order of locks.
         owner: the thread that holds it, or 0.
-        is_dirty: whether tensors have been read or written since it was taken.
-        held_arrays: as given.
+        is_dirty: whether tensors have been read or written since it was taken; see :meth:`use`.
         abandoned: block ids, by group, of dropped tables, to be released by the next thread that holds the lock.
-        device: raises after an error of the device: what is in the tensors is lost.
-        even_if_lost: the lock for changes of tables, which can be released all the same.
+        held: pairs of arrays that a caller may still hold; see :meth:`hold`.
+        device: tells whether the device has failed since the pool was made.
     """
 
-    def __init__(self, groups: Sequence[Group], held_arrays: HeldArrays) -> None:
+    def __init__(self, groups: Sequence[Group]) -> None:
         self.number = next(_numbers)
         self.owner = 0
         self.is_dirty = False
-        self.held_arrays = held_arrays
         self.device = DeviceWatch()
         self._groups = groups
-        self.even_if_lost = _EvenIfLost(self)
+        self.held: list[tuple[weakref.ref[mx.array], weakref.ref[mx.array]]] = []
         self.abandoned: deque[Sequence[Sequence[int]]] = deque()
         # Block ids of all tables that have not been released, by identity of the list, with the table. Includes those
         # of tables that some thread is just dropping. Other threads add tables without the lock, so it is copied before
@@ -103,11 +85,7 @@ class PoolLock:
         self._depth = 0
 
     def __enter__(self) -> bool:
-        self.device.check()
-        return self.enter()
-
-    def enter(self) -> bool:
-        """Take the lock, even if the device has failed."""
+        """Take the lock, even if the device has failed: tables can still be released."""
         if self.owner == get_ident():
             self._depth += 1
             return True
@@ -145,12 +123,17 @@ class PoolLock:
         """Start computing what is still lazy, wait for it if asked, and release the lock."""
         try:
             if self.is_dirty:
-                self.held_arrays.local.has_written = True
                 self._compute(wait=wait)
         finally:
             self._depth = 1  # it is taken again meanwhile
             try:
-                self._settle()
+                if self.abandoned:
+                    self.collect()
+                for group in self._groups:
+                    if group.allocator.num_live:
+                        break
+                else:
+                    self._drop_tensors()
             finally:
                 self.is_dirty, self.owner, self._depth = False, 0, 0
                 self._lock.release()
@@ -158,10 +141,14 @@ class PoolLock:
                 self.visit()
 
     def _compute(self, *, wait: bool) -> None:
-        arrays = [array for group in self._groups for array in group.ready()]
+        arrays = []
+        for group in self._groups:
+            for blocks in group.blocks:
+                arrays += blocks.pending
         try:
             mx.async_eval(arrays)  # does nothing if they are already being computed
-            self.held_arrays.compute()
+            if self.held:
+                self.compute_held()
             if wait:
                 mx.eval(arrays)
         except Exception as error:
@@ -172,6 +159,25 @@ class PoolLock:
                 return  # the device has failed before, which was raised then
             check_device(error)
             raise
+
+    # Tensors --------------------------------------------------------------------------------------------------
+
+    def use(self) -> None:
+        """Note that the thread, which holds the lock, reads or writes tensors. Raises DeviceError if what is in them is
+        lost."""
+        self.device.check()
+        self.is_dirty = True
+
+    def hold(self, keys: mx.array, values: mx.array) -> None:
+        """Note a pair of arrays that was handed out, and that attention has not used, because it read the blocks. It is
+        mostly dropped at once. If not, it is computed before the next write to the pool, and before the thread that has
+        built it releases the lock."""
+        self.held.append((weakref.ref(keys), weakref.ref(values)))
+
+    def compute_held(self) -> None:
+        """Compute the noted pairs that are still held."""
+        pairs, self.held = self.held, []
+        mx.eval([array for pair in pairs for ref in pair if (array := ref()) is not None])
 
     # Tables ---------------------------------------------------------------------------------------------------
 
@@ -201,19 +207,15 @@ class PoolLock:
 
     def collect(self) -> None:
         """Release the blocks of dropped tables; call it before counting free blocks."""
-        if not self.abandoned:
-            return
-        with self.even_if_lost:
-            while self.abandoned:
-                for group, block_ids in zip(self._groups, self.abandoned[0], strict=True):
-                    group.allocator.release(block_ids)
-                self._tables.pop(id(self.abandoned.popleft()), None)
+        if self.abandoned:
+            with self:
+                while self.abandoned:
+                    for group, block_ids in zip(self._groups, self.abandoned[0], strict=True):
+                        group.allocator.release(block_ids)
+                    self._tables.pop(id(self.abandoned.popleft()), None)
 
-    def _settle(self) -> None:
-        """Release the blocks of dropped tables. If no block is held any more, drop all tensors. Computes nothing."""
-        self.collect()
-        if any(group.allocator.num_live for group in self._groups):
-            return
+    def _drop_tensors(self) -> None:
+        """Drop all tensors, as no block is held. Computes nothing."""
         num_bytes = sum(group.bytes_reserved for group in self._groups)
         for group in self._groups:
             if group.allocator.num_blocks > 1 or group.has_tensors:
@@ -316,7 +318,7 @@ def locked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P]
             lock.is_dirty = True
             return method(self, *args, **kwargs)
         with lock:
-            lock.is_dirty = True
+            lock.use()
             return method(self, *args, **kwargs)
 
     return whole

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +23,18 @@ _length_of = attrgetter("length")
 
 MAX_INT32 = (1 << 31) - 1
 SHORT_TABLE = 8  # blocks
+
+
+class Padding(NamedTuple):
+    """How rows are padded on the left to the longest.
+
+    Attributes:
+        longest: tokens of the longest row.
+        mask: boolean ``[B, 1, 1, longest]``, which hides the padding; None if nothing is padded.
+    """
+
+    longest: int
+    mask: mx.array | None
 
 
 class NewTokens:
@@ -74,7 +86,7 @@ class NewTokens:
             num_blocks: number of the group's blocks.
         """
         self.epoch, self._num_blocks = epoch, num_blocks
-        self.lengths = np.fromiter(map(_length_of, self.tables), np.int32, len(self.tables))
+        self.lengths = lengths_of(self.tables)
         self.made.clear()
 
     @cached_property
@@ -105,9 +117,10 @@ class NewTokens:
                 pairs = zip(self.tables, self.counts, strict=True)
                 slots = np.concatenate([tail_slots(table, self.group, n) for table, n in pairs])
             else:
-                size = self.tables[0].block_size
-                slots = np.array([table.block_ids[self.group][-1] for table in self.tables], np.int64) * size
-                slots += (self.lengths - 1) % size
+                size, last = self.tables[0].block_size, []
+                for table in self.tables:  # not a comprehension, which is a call: the host's time limits decode steps
+                    last.append(table.block_ids[self.group][-1])
+                slots = np.array(last, np.int64) * size + (self.lengths - 1) % size
             self.made["host slots"] = slots
         return slots
 
@@ -245,14 +258,41 @@ class NewTokens:
             self._items = key, None if items is None else mx.array(items)
         return self._items[1]
 
-    # Whole blocks ---------------------------------------------------------------------------------------------
+    # What the tables' last tokens see -------------------------------------------------------------------------
+
+    def padded_slots(self, *, among_own: bool = False) -> np.ndarray:
+        """Return the slots that each table's last token sees, int64 ``[B, n]``, padded on the left to the longest.
+        Padding repeats a row's first visible token, which a mask hides; it is finite if the row's own values are.
+
+        Args:
+            among_own: number the slots of the tables' own blocks, table by table.
+        """
+        rows, first = [], 0
+        for table in self.tables:
+            if among_own:
+                rows.append(np.arange(first + table.starts[self.group], first + table.length))
+                first += len(table.block_ids[self.group]) * table.block_size
+            else:
+                rows.append(visible_slots(table, self.group))
+        slots = np.empty((len(rows), max(map(len, rows))), np.int64)
+        for row, own in zip(slots, rows, strict=True):
+            row[-len(own) :], row[: -len(own)] = own, own[0]
+        return slots
+
+    def padding(self, most: int) -> Padding:
+        """Return the padding of :meth:`padded_slots`, its mask only for rows of up to ``most`` tokens."""
+        visible = self.lengths - np.array([table.starts[self.group] for table in self.tables])
+        longest, mask = int(visible.max()), None
+        if longest <= most and (visible < longest).any():
+            mask = mx.array(np.arange(longest) >= longest - visible[:, None, None, None])
+        found = self.made["padding"] = Padding(longest, mask)
+        return found
 
     def places(self) -> list[tuple[int, int] | None]:
         """Return the start and end of each table's visible tokens among the slots of all blocks; None where their
         blocks are not consecutive."""
-        found: list[tuple[int, int] | None] | None = self.made.get("places")
-        if found is None:
-            found = self.made["places"] = [table.place(self.group) for table in self.tables]
+        found: list[tuple[int, int] | None] = [table.place(self.group) for table in self.tables]
+        self.made["places"] = found
         return found
 
     def single(self, index: int) -> NewTokens:
@@ -275,6 +315,11 @@ class NewTokens:
     def join(parts: Sequence[mx.array]) -> mx.array:
         """Join parts ``[1, n_heads, counts[b], head_dim]`` to ``[T, n_heads, 1, head_dim]``."""
         return mx.concatenate([part.swapaxes(0, 2) for part in parts])
+
+
+def lengths_of(tables: Sequence[BlockTable]) -> np.ndarray:
+    """Return the length of each table, int32 ``[B]``."""
+    return np.fromiter(map(_length_of, tables), np.int32, len(tables))
 
 
 def table_width(tables: Sequence[BlockTable], group: int) -> int:
@@ -315,25 +360,3 @@ def visible_slots(table: BlockTable, group: int) -> np.ndarray:
     held = np.array(table.block_ids[group][first:], np.int64)[:, None] * size + np.arange(size)
     slots: np.ndarray = held.reshape(-1)[start - first * size : table.length - first * size]
     return slots
-
-
-def padded_slots(tables: Sequence[BlockTable], group: int) -> np.ndarray:
-    """Return the slots of the visible tokens of rows in a group, int64 ``[B, n]``, padded on the left to the longest.
-    Padding repeats a row's first visible token, which a mask hides; it is finite if the row's own values are."""
-    return _padded_left([visible_slots(table, group) for table in tables])
-
-
-def padded_gathered_slots(tables: Sequence[BlockTable], group: int) -> np.ndarray:
-    """Return :func:`padded_slots` among the slots of the tables' blocks, table by table."""
-    rows, first = [], 0
-    for table in tables:
-        rows.append(np.arange(first + table.starts[group], first + table.length))
-        first += len(table.block_ids[group]) * table.block_size
-    return _padded_left(rows)
-
-
-def _padded_left(rows: Sequence[np.ndarray]) -> np.ndarray:
-    padded_rows = np.empty((len(rows), max(map(len, rows))), np.int64)
-    for row, own in zip(padded_rows, rows, strict=True):
-        row[-len(own) :], row[: -len(own)] = own, own[0]
-    return padded_rows

@@ -11,10 +11,10 @@ from .allocator import NULL_BLOCK
 from .block_table import BlockTable
 from .blocks import Blocks, ChooseBlocks, host_blocks
 from .geometry import PageFormat, QueryHeads
-from .group import Group, HeldArrays, LayerGroup, check_layout
+from .group import Group, LayerGroup, check_layout
 from .lock import PoolLock
-from .memory import UNLIMITED, PoolMemory
 from .new_tokens import NewTokens
+from .pool_memory import UNLIMITED, PoolMemory
 from .stats import PagedCacheStats, check_group
 
 
@@ -48,12 +48,9 @@ class BlockPool:
         check_layout(groups, block_size)
         self.block_size = block_size
         self.page_format = page_format
-        held = HeldArrays()
-        self.groups = [
-            Group(index, spec, block_size, choose_blocks, page_format, held) for index, spec in enumerate(groups)
-        ]
+        self.groups = [Group(index, spec, block_size, choose_blocks, page_format) for index, spec in enumerate(groups)]
         # Guards every change. Holders of blocks use it for their own changes, which avoids deadlocks.
-        self.lock = PoolLock(self.groups, held)
+        self.lock = PoolLock(self.groups)
         self.memory = PoolMemory(self.groups, memory_budget, self.lock)
         self._identity = object()  # of the pool's tables
         # Of each model layer: the index of its group, and its own index in the group.
@@ -63,6 +60,7 @@ class BlockPool:
             for position, layer in enumerate(group.spec.layers)
         }
         self.cow_forks = 0
+        self.appended_tokens = 0
         self.traces = 0  # compiled steps traced; a trace slows its step down
         # Counted by the scheduler of the pool's sequences.
         self.preemptions = self.drafted = self.accepted = self.draft_steps = self.draft_depth = self.draft_ms_saved = 0
@@ -71,14 +69,6 @@ class BlockPool:
     def memory_budget(self) -> int:
         """Most bytes that the tensors of all groups, and states, may take."""
         return self.memory.budget
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether blocks lie on the host; False before the first write."""
-        for group in self.groups:
-            if group.geometry is not None:
-                return not group.in_place
-        return False
 
     @property
     def is_lost(self) -> bool:
@@ -103,6 +93,7 @@ class BlockPool:
         blocks: list[int] = []
         try:
             with self.lock:
+                self.lock.use()
                 self.lock.collect()
                 first = self.memory.provide(group, count, after)
                 blocks = self.groups[group].allocator.allocate(count, first)
@@ -113,13 +104,13 @@ class BlockPool:
 
     def retain(self, group: int, block_ids: Sequence[int]) -> None:
         """Add one reference to each block. Raises BlockStateError if one is free."""
-        with self.lock.even_if_lost:
+        with self.lock:
             self.groups[group].touch()
             self.groups[group].allocator.retain(block_ids)
 
     def release(self, group: int, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block. Raises BlockStateError if one is free already."""
-        with self.lock.even_if_lost:
+        with self.lock:
             self.groups[group].allocator.release(block_ids)
 
     # Tables ---------------------------------------------------------------------------------------------------
@@ -146,7 +137,7 @@ class BlockPool:
             length: number of tokens that they hold.
             starts: of each group, the first visible position; None: as a prefill of ``length`` tokens leaves it.
         """
-        with self.lock.even_if_lost:
+        with self.lock:
             table = self.new_table()  # registered before it holds blocks: if something fails here, they are released
             for group, ids in enumerate(block_ids):
                 self.retain(group, ids)
@@ -162,7 +153,7 @@ class BlockPool:
             BlockStateError: it was released before.
         """
         self.check(table)
-        with self.lock.even_if_lost:
+        with self.lock:
             table.released = True
             self.lock.remove_table(table)
             for group in self.groups:
@@ -210,6 +201,7 @@ class BlockPool:
             if num_tokens > 1 or any(count != 1 for count in references):  # not in nearly every decode step
                 self._extend(table, num_tokens, references)
             table.length += num_tokens
+            self.appended_tokens += num_tokens
             for group in self.groups:
                 group.touch()
 
@@ -245,20 +237,22 @@ class BlockPool:
             Indices of the other tables, which got no position: call :meth:`append_tokens` for them.
         """
         identity, size, others = self._identity, self.block_size, []
-        parts = [(group, group.index, group.sees, group.allocator.refcount) for group in self.groups]
-        with self.lock.even_if_lost:
-            self.lock.collect()
+        with self.lock:
+            if self.lock.abandoned:
+                self.lock.collect()
             for index, table in enumerate(tables):
                 tail = table.length // size
                 has_room = table.owner is identity and not table.released
-                for group, place, sees, refcount in parts if has_room else ():
+                for group in self.groups if has_room else ():
                     # A sliding window that is not full yet stays where it is.
+                    sees, place = group.sees, group.index
                     if sees and (sees.stride > 1 or table.length - table.starts[place] >= sees.size):
                         group.slide(table)
                     ids = table.block_ids[place]
-                    has_room = has_room and tail < len(ids) and refcount(ids[tail]) == 1
+                    has_room = has_room and tail < len(ids) and group.allocator.refcount(ids[tail]) == 1
                 if has_room:
                     table.length += 1
+                    self.appended_tokens += 1
                 else:
                     others.append(index)
             for group in self.groups:
@@ -268,7 +262,7 @@ class BlockPool:
     def slide(self, tables: Iterable[BlockTable]) -> bool:
         """Release blocks that the tables' next tokens do not see, as :meth:`append_tokens` would, so that they count as
         free or cached. Returns whether any table changed."""
-        with self.lock.even_if_lost:
+        with self.lock:
             # A list: each group of each table must slide.
             return any([group.slide(table) for table in tables if not table.released for group in self.groups])
 
@@ -287,7 +281,7 @@ class BlockPool:
         shared = ids[index]
         if group.allocator.refcount(shared) <= 1:
             return shared
-        self.lock.is_dirty = True
+        self.lock.use()
         for blocks in group.blocks:
             blocks.copy([shared], [target])
         group.allocator.release([shared])
@@ -319,7 +313,7 @@ class BlockPool:
         if num_tokens < 0 or length < 0:
             raise TrimError(f"cannot trim {num_tokens} of {table.length} tokens")
         self.check_trim(table, length)
-        with self.lock.even_if_lost:
+        with self.lock:
             table.length = length
             for group in self.groups:
                 group.drop_blocks(table, -(-length // self.block_size))
@@ -390,7 +384,11 @@ class BlockPool:
             GeometryError: fewer positions are reserved.
             BlockStateError: a table was released, or a block of those positions is shared.
         """
-        self.lock.collect()  # a block shared only with a dropped table is not shared
+        lock = self.lock
+        if lock.held:
+            lock.compute_held()
+        if lock.abandoned:  # a block shared only with a dropped table is not shared
+            lock.collect()
         if tokens.epoch == group.epoch:
             return
         refcount, size = group.allocator.refcount, self.block_size
@@ -427,6 +425,7 @@ class BlockPool:
         """
         group = self.group_of(layer)
         with self.lock:
+            self.lock.use()
             geometry = group.geometry
             if stored and geometry is not None and geometry.format is not None:
                 heads, k_words, v_words, dtype, _ = geometry.stored
@@ -441,8 +440,7 @@ class BlockPool:
             if geometry is None:
                 self.set_geometry(layer, k, v, batch=len(tables))
                 self.begin(group, tokens)
-            self.lock.is_dirty = True
-            group.write(self.places[layer][1], tokens, k, v, stored=stored)
+            group.blocks[self.places[layer][1]].write(tokens, k, v, stored=stored)
 
     def write_prefill(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:
         """Write one sequence's tokens, see :meth:`write`: k and v ``[1, n_kv_heads, n_new, head_dim]``."""
@@ -468,7 +466,7 @@ class BlockPool:
         if group.geometry is None or not table.num_visible(group.index):
             raise BlockStateError("nothing has been written to this table")
         with self.lock:
-            self.lock.is_dirty = True
+            self.lock.use()
             return self.blocks_of(layer).gather(table, group.index, stored=stored)
 
     def ready(self, layer: int | None = None) -> list[mx.array]:
@@ -476,8 +474,8 @@ class BlockPool:
         write. Any thread can wait for them."""
         with self.lock:
             if layer is None:
-                return [array for group in self.groups for array in group.ready()]
-            return self.blocks_of(layer).ready() if self.group_of(layer).blocks else []
+                return [array for group in self.groups for array in group.pending]
+            return list(self.blocks_of(layer).pending) if self.group_of(layer).blocks else []
 
     # Accounts -------------------------------------------------------------------------------------------------
 
@@ -493,7 +491,7 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise BlockStateError unless reference counts, free lists, tables and tensors agree."""
-        with self.lock.even_if_lost:
+        with self.lock:
             tables = self.lock.tables()  # kept alive, so that none is collected in between
             self.lock.collect()
             for index, group in enumerate(self.groups):

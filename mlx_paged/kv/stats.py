@@ -11,7 +11,7 @@ from ..errors import BlockStateError
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
 from .group import Group
-from .memory import BlockHolder
+from .pool_memory import BlockHolder
 
 if TYPE_CHECKING:
     from .pool import BlockPool
@@ -37,8 +37,8 @@ class PagedCacheStats:
         prefix_hit_tokens: tokens that sequences took from a prefix cache instead of computing them.
         preemptions: sequences that gave their blocks back to make room, to be computed again later.
         peak_bytes_in_use: bytes of the peak live blocks.
-        quantized_tokens: tokens whose keys and values were quantised when they were written. Tokens that came with a
-            prefix or from a file are not counted.
+        quantized_tokens: tokens appended whose keys and values were quantised when they were written. Tokens that came
+            with a prefix or from a file are not counted.
         quantized_layers: layers whose pages hold quantised keys and values.
         dense_layers: layers whose pages hold unquantised keys and values.
         bytes_per_token: bytes of K and V of one token in all layers; 0 before the first write.
@@ -98,7 +98,7 @@ class PagedCacheStats:
             prefix_hit_tokens=sum(holder.hit_tokens for holder in holders),
             preemptions=pool.preemptions,
             peak_bytes_in_use=sum(g.bytes_per_block * g.allocator.peak_live for g in groups),
-            quantized_tokens=max((blocks.num_quantized for g in groups for blocks in g.blocks), default=0),
+            quantized_tokens=pool.appended_tokens if any(g.is_quantized for g in groups) else 0,
             quantized_layers=sum(len(g.spec.layers) for g in groups if g.is_quantized),
             dense_layers=sum(len(g.spec.layers) for g in groups if g.geometry is not None and not g.is_quantized),
             bytes_per_token=sum(g.bytes_per_block for g in groups) // pool.block_size,

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from ..errors import BlockStateError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
-from ..kv.memory import STATES_SHARE
 from ..kv.pool import BlockPool
+from ..kv.pool_memory import STATES_SHARE
 from .entry import Checkpoint, Entry, Match, is_saved, next_key, serves
 
 # Largest share of a pool's budget for prefixes that requests ask to keep, so that others always have room.
@@ -103,6 +103,7 @@ class PrefixCache:
             to_state: the longest that ends at a checkpoint.
         """
         with self.pool.lock:
+            self.pool.lock.device.check()
             self.expire()
             for path in self._candidates(tokens, salt, to_state):
                 length = path[-1].end
@@ -212,6 +213,7 @@ class PrefixCache:
         if not tokens:
             return True
         with self.pool.lock:
+            self.pool.lock.device.check()
             self.expire()
             checkpoint = None
             if states is not None and not self._has_state(tokens, salt):

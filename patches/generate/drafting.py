@@ -18,8 +18,8 @@ from ...engine.interfaces import Proposer
 from ...engine.prefill import can_pack
 from ...engine.request import sequence_of
 from ...errors import ConfigError
-from ...kv.memory import UNLIMITED
 from ...kv.pool import BlockPool
+from ...kv.pool_memory import UNLIMITED
 from ...prefix.prefix_cache import PrefixCache, SharedPrefixes
 from ..cache.layout import reads_blocks_only
 from ..cache.prompt_cache import factory_of

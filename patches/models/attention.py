@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from ...cache.batch_cache import PagedBatchKVCache
@@ -60,17 +59,14 @@ def stays_paged(cache: Any, batch: int) -> TypeGuard[PagedLayerCache | PagedBatc
     return isinstance(cache, PagedBatchKVCache | ProbeLayer)
 
 
-def project_heads(
-    x: mx.array,
-    layers: Sequence[nn.Module],
-    heads: Sequence[int],
-    norms: Sequence[Norm | None] = (),
-) -> list[mx.array]:
-    """Project x ``[B, L, hidden]`` by these layers. Returns ``[B, n_heads, L, head_dim]``, each head normalised.
+def project_heads(self: Any, x: mx.array, norms: Sequence[Norm | None] = ()) -> list[mx.array]:
+    """Return an attention module's queries, keys and values of x ``[B, L, hidden]`` before rotation, each head
+    normalised: ``[B, n_heads, L, head_dim]``.
 
     One token needs no transposition, as the order of elements is the same; that saves host time in a decode step.
     """
     batch, length = x.shape[:2]
+    layers, heads = (self.q_proj, self.k_proj, self.v_proj), (self.n_heads, self.n_kv_heads, self.n_kv_heads)
     if length == 1:
         parts = projected(layers, x, heads)
     else:
@@ -107,27 +103,21 @@ def heads_last(x: mx.array) -> mx.array:
 # Llama (also Mistral and others that mlx-lm builds with its module), Qwen3, Gemma 2 and Gemma 3 -----------------------
 
 
-def project_llama(self: Any, x: mx.array) -> list[mx.array]:
-    """Return Llama's queries, keys and values before rotation, heads first."""
-    return project_heads(x, (self.q_proj, self.k_proj, self.v_proj), (self.n_heads, self.n_kv_heads, self.n_kv_heads))
-
-
 def _rotate_llama(self: Any, x: mx.array, offset: int | mx.array) -> Sequence[mx.array]:
-    """Return :func:`project_llama`'s result, rotated."""
-    queries, keys, values = project_llama(self, x)
+    """Return Llama's queries, keys and values, rotated."""
+    queries, keys, values = project_heads(self, x)
     return *rotated(self.rope, queries, keys, offset), values
 
 
 def _rotate_qwen3(self: Any, x: mx.array, offset: int | mx.array) -> Sequence[mx.array]:
     """Return rotated queries, keys and values; queries and keys are normalised per head before."""
-    layers, heads = (self.q_proj, self.k_proj, self.v_proj), (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-    queries, keys, values = project_heads(x, layers, heads, (self.q_norm, self.k_norm, None))
+    queries, keys, values = project_heads(self, x, (self.q_norm, self.k_norm, None))
     return *rotated(self.rope, queries, keys, offset), values
 
 
 def _rotate_gemma3(self: Any, x: mx.array, offset: int | mx.array) -> Sequence[mx.array]:
     """Like :func:`_rotate_qwen3`, but normalises queries and keys after the heads are moved first."""
-    queries, keys, values = project_llama(self, x)
+    queries, keys, values = project_heads(self, x)
     return *rotated(self.rope, self.q_norm(queries), self.k_norm(keys), offset), values
 
 
@@ -149,7 +139,7 @@ def adapt_llama4(original: AttentionCall) -> AttentionCall:
     def __call__(self: Any, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         if not stays_paged(cache, x.shape[0]):
             return original(self, x, mask, cache)
-        queries, keys, values = project_llama(self, x)
+        queries, keys, values = project_heads(self, x)
         offset = cache.offset  # in a batch an array, one offset per row
         if self.use_rope:
             queries, keys = rotated(self.rope, queries, keys, offset)

@@ -79,11 +79,13 @@ def locking(call: ModelCall, compiled: ModelCall | None = None) -> ModelCall:
             with lock_of(self):
                 return call(self, *args, **kwargs)
         pool = first.pool
-        if pool.is_on_host:  # nothing is traced, and no kernel applies
+        if first.group.blocks and not first.group.in_place:  # on a CPU nothing is traced, and no kernel applies
             with pool.lock, nullcontext() if thread.inference is None else Inference(allowed=False):
+                pool.lock.device.check()
                 return call(self, *args, **kwargs)
         # Our kernels are allowed before the first write, too: MLX would take seconds to compile its own for a prompt.
         with pool.lock, lock_of(self), Inference():
+            pool.lock.device.check()
             return on_device(self, *args, **kwargs)
 
     return __call__

@@ -1,4 +1,4 @@
-"""PackedStates: layers with a state run the sequences of a pack side by side, and their states can be rewound."""
+"""PackedStates: layers with a state run sequences of a pack side by side, and their states can be rewound."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def test_sequences_share_calls_without_padding() -> None:
     counts, calls = (5, 1, 3, 1, 5), []
     pack = PackedStates.of(caches_of(5, set(range(5))), counts)
     pack.run(lambda x, mask, cache: recur(x, mask, cache, calls), packed(counts), None, pack)
-    assert calls == [(5, 1), (3, 2), (2, 2)]
+    assert sorted(calls) == [(1, 3), (2, 1), (2, 5)]
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -103,7 +103,7 @@ def test_offsets_are_those_of_the_first_tokens_of_each_call() -> None:
 
     pack = PackedStates.of(caches_of(2, {0, 1}), counts)
     pack.run(note, packed(counts), pack, offset=mx.array([7, 8, 4, 5, 6]))
-    assert seen == [[4, 7], [6]]
+    assert seen == [[7], [4]]
 
 
 def test_code_without_support_for_packs_raises() -> None:

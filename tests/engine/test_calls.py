@@ -10,7 +10,7 @@ import mlx_paged
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from tests.support.models.builders import build, prompt_of
 
-MOST_CALLS = 189
+MOST_CALLS = 150
 ROWS, LAYERS = 2, 4
 
 

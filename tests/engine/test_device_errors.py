@@ -60,7 +60,7 @@ class Device:
         if (place, self.counts[place]) == (self.place, self.number):
             for group in [] if self.pool is None else self.pool.groups:
                 for storage in group.blocks:
-                    for tensor in storage.ready():
+                    for tensor in storage.pending:
                         mx.eval(tensor)
                     spoil(storage)
             raise RuntimeError(TEXTS[self.number % len(TEXTS)])

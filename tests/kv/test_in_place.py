@@ -10,7 +10,8 @@ import pytest
 
 from mlx_paged.kv import device_blocks
 from mlx_paged.kv.blocks import blocks_choice
-from mlx_paged.kv.group import PACED_TOKENS, LayerGroup
+from mlx_paged.kv.device_blocks import PACED_TOKENS
+from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.twins import HEADS, KD, SIZE, Twin

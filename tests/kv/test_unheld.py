@@ -147,15 +147,19 @@ def test_dropped_pool_is_freed_without_the_garbage_collector() -> None:
 def test_failure_in_one_pool_releases_the_locks_of_the_others() -> None:
     first, second = small_pool(), small_pool()
 
-    def fail() -> list[mx.array]:
-        raise MemoryError("out of memory")
+    class Failing:
+        num_blocks = 0
+
+        @property
+        def pending(self) -> list[mx.array]:
+            raise MemoryError("out of memory")
 
     def work() -> None:
         with pytest.raises(MemoryError), HeldLocks():
             for pool in (first, second):
                 with pool.lock:
                     pool.lock.is_dirty = True
-            first.groups[0].ready = fail  # type: ignore[method-assign]
+            first.groups[0].blocks = [Failing()]  # type: ignore[list-item]
 
     threads.in_thread(work)
 

@@ -10,8 +10,8 @@ import pytest
 import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.sharing import LEAST_INTERVAL, MOST_INTERVAL, interval_of
-from mlx_paged.kv.memory import STATES_SHARE
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.pool_memory import STATES_SHARE
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator

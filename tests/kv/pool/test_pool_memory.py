@@ -13,8 +13,8 @@ from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.blocks import blocks_choice
 from mlx_paged.kv.geometry import Geometry, QueryHeads
 from mlx_paged.kv.group import Group, LayerGroup
-from mlx_paged.kv.memory import WINDOW_CHUNK, WINDOW_ROWS, divided
 from mlx_paged.kv.pool import BlockPool
+from mlx_paged.kv.pool_memory import WINDOW_CHUNK, WINDOW_ROWS, divided
 from mlx_paged.prefix.prefix_cache import PrefixCache
 from tests.support.cases import quick
 from tests.support.kernels.fake_kernels import fake_kernels

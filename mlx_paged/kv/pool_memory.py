@@ -129,10 +129,12 @@ class PoolMemory:
 
     def can_provide(self, counts: Sequence[int]) -> bool:
         """Return whether each group can provide so many blocks if cached blocks are evicted."""
-        rooms = enumerate(zip(counts, self.room(), strict=True))
-        return all(
-            count <= room or count - room <= self._reclaimable(index, count - room) for index, (count, room) in rooms
-        )
+        for index, (count, group) in enumerate(zip(counts, self.groups, strict=True)):
+            if count > group.allocator.num_free:  # in few steps
+                missing = count - self.room()[index]
+                if missing > 0 and self._reclaimable(index, missing) < missing:
+                    return False
+        return True
 
     def fix_geometry(self, group: Group, geometry: Geometry, heads: QueryHeads | None) -> None:
         """Fix a group's geometry (:meth:`Group.set_geometry`). Raises PoolExhaustedError if the null block and one
@@ -151,14 +153,14 @@ class PoolMemory:
                 budget_bytes=self.budget,
                 bytes_reserved=self.budget - self.unreserved_bytes + per_block,
             )
-        self.lock.is_dirty = True
+        self.lock.use()
         group.set_geometry(geometry, heads)
 
     # Prefix caches --------------------------------------------------------------------------------------------
 
     def add_holder(self, holder: BlockHolder) -> None:
         """Register a cache that is asked for blocks before an allocation fails; held weakly."""
-        with self.lock.even_if_lost:
+        with self.lock:
             self._holders = [*(ref for ref in self._holders if ref() is not None), weakref.ref(holder)]
 
     def holders(self) -> list[BlockHolder]:
@@ -229,7 +231,7 @@ class PoolMemory:
             target = max(least, min(group.next_size(least, self.budget), most, ahead))
             if least > most or least * per_block > left:
                 raise self.exhausted({index: count})
-        self.lock.is_dirty = True
+        self.lock.use()
         group.grow(target)
 
     def provide(self, index: int, count: int, after: int | None) -> int | None:
