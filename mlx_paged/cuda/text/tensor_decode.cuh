@@ -205,7 +205,7 @@ __device__ inline void quantize_row(const T* row, unsigned* page, int at, int la
 // join their runs. Grid: x = line; a thread handles four values. The head's sink is added at the end.
 constexpr float NOTHING = -3.0e38f;
 constexpr float LOG2E = 1.44269504088896341f;
-const int n_heads = partial_shape[0] / ends_shape[0];
+const int n_heads = partial_shape[1];
 const int line = blockIdx.x;
 const int row = line / n_heads;
 const int n_live = partitions_of<PART, SPAN>(metal::max(static_cast<int>(starts[row]), 0), static_cast<int>(ends[row])).count;

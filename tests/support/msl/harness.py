@@ -96,14 +96,14 @@ class Emulated:
 def emulated(backend="metal", **options):
     """Run kernels.* on the emulator as if on `backend`, without trials; yield the Emulated."""
     fake = Emulated(**options)
-    real = kernels.build_kernel, kernels.backend
+    real = kernels.build_kernel, kernels.backend, kernel_build.backend
     kernels.variants_of.cache_clear()
     kernels.latent_variants_of.cache_clear()
-    kernels.build_kernel, kernels.backend = fake, lambda: backend
+    kernels.build_kernel, kernels.backend, kernel_build.backend = fake, lambda: backend, lambda: backend
     try:
         yield fake
     finally:
-        kernels.build_kernel, kernels.backend = real
+        kernels.build_kernel, kernels.backend, kernel_build.backend = real
         kernels.variants_of.cache_clear()
         kernels.latent_variants_of.cache_clear()
 
