@@ -45,9 +45,12 @@ class Body(NamedTuple):
         return "O" if name == "out" and "O" in constants else _TYPES.get(name, "T")
 
 
-# Names of variants: pages not quantised, quantised, and their rows as they are; latents; a row's own blocks, blocks
-# common to rows, and the merge of both; for products what is stored, and packed matrices; and tensor cores.
+# Names of variants: the dialect; portable kernels that attend by partitions; pages not quantised, quantised, and their
+# rows as they are; latents; a row's own blocks, blocks common to rows, and the merge of both; for products what is
+# stored, and packed matrices; and tensor cores.
 VARIANTS = (
+    "METAL",
+    "PARTITIONS",
     "PAGED",
     "QUANTIZED",
     "ROWS",
@@ -77,7 +80,8 @@ _PROMPT = ("q", *_POOL, "tables", "tiles", "params", "sinks")
 
 
 def _decode(file: str, variant: str) -> Body:
-    return Body(file, _DECODE, ("out", "stats", "fence_out"), (variant,))
+    variants = (variant,) if file.endswith(".cuh") else ("PARTITIONS", variant)
+    return Body(file, _DECODE, ("out", "stats", "fence_out"), variants)
 
 
 def _own(variant: str) -> Body:
@@ -127,7 +131,7 @@ BODIES: dict[str, Body] = {
     "latent_decode": _decode("decode.metal", "LATENT"),
     "matrix_decode": _decode("matrix_decode.metal", "PAGED"),
     "quantized_matrix_decode": _decode("matrix_decode.metal", "QUANTIZED"),
-    "merge_partitions": Body("merge_partitions.metal", _PARTIAL, ("out",)),
+    "merge_partitions": Body("merge_partitions.metal", _PARTIAL, ("out",), ("PARTITIONS",)),
     "paged_decode_tensor": _own("PAGED"),
     "quantized_decode_tensor": _own("QUANTIZED"),
     "shared_decode_tensor": _common("PAGED"),
@@ -195,13 +199,12 @@ def _holds(condition: str, variants: tuple[str, ...]) -> bool:
 @lru_cache(maxsize=64)
 def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """Return (header, source) of a kernel in one dialect, "metal" or "cuda"."""
-    record = BODIES[body]
-    variants = (*record.variants, "TENSOR") if record.cuda_only else record.variants
-    prelude = resolved(text_of("prelude.metal" if dialect == "metal" else "prelude.cuh"), variants)
-    functions, source = parts_of(body)
-    if dialect == "cuda" and functions:
-        functions = CUDA_FUNCTIONS.format(functions)
-    return prelude + functions, source
+    record, (functions, source) = BODIES[body], parts_of(body)
+    if dialect == "metal":
+        return resolved(text_of("prelude.metal"), (*record.variants, "METAL")) + functions, source
+    functions = resolved(text_of("prelude.metal"), record.variants) + functions
+    words = resolved(text_of("prelude.cuh"), (*record.variants, "TENSOR") if record.cuda_only else record.variants)
+    return words + CUDA_FUNCTIONS.format(functions), source
 
 
 def parts_of(body: str) -> tuple[str, str]:

@@ -85,7 +85,7 @@ DEFECTS: dict[str, tuple[Variant, str, str, str]] = {  # variant, body, old, new
     "a query's position in the merge": (DENSE, "merge_partitions", *LINE),
     "a single partition's denominator": (DENSE, "paged_decode", ", 0.0f) / denominator;", ", 0.0f);"),
     "a window's first token": (DENSE, "paged_decode", "static_cast<int>(starts[row]), 0)", "static_cast<int>(starts[row]) - 1, 0)"),
-    "a window's last partition": (DENSE, "merge_partitions", "size - 1) / size : 0", "size - 1) / size - (begin > 0) : 0"),
+    "a window's last partition": (DENSE, "merge_partitions", "partitions.size - 1) / partitions.size : 0", "partitions.size - 1) / partitions.size - (begin > 0) : 0"),
     "keys of another head": (MATRICES, MATRICES.body, "kv_head) * (BS * D)", "0) * (BS * D)"),
     "keys not transposed": (MATRICES, MATRICES.body, "ulong2(0), true)", "ulong2(0), false)"),
     "a token too many": (MATRICES, MATRICES.body, "own = hi - 1", "own = hi"),

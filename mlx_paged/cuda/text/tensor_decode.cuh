@@ -69,7 +69,6 @@ __device__ inline void join_runs(int n_partitions, int run_shift, const float4* 
   }
 }
 #if QUANTIZED
-#include "groups.metal"
 // Codes of quantised keys and values as factors for the tensor cores.
 // A code becomes the low bits of a float16 without a shift: with the exponent of 1024 bit 0 counts 1, with that of 64
 // bit 4 does. So a factor is the code plus an offset of 1024 or 64. The sums are corrected by the offset times the sum
