@@ -3,8 +3,7 @@
     python scripts/dump_kernels.py FOLDER    # one .metal file for each text, and mlx_include.txt beside them
 
 Kernels for the shapes of popular models are launched over scratch arrays, and what MLX would be given is written down
-in place of being run. So it works wherever MLX does. MLX puts inputs of fewer than 8 elements in the ``constant``
-address space, which makes another text, so each body is launched for few rows and for many.
+in place of being run. So it works wherever MLX does.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from mlx_paged.kernels.build import Constants
 from mlx_paged.kernels.decode_spec import pool_constants_of, spec_of
 from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
-from tests.support.kernels.scratch import MIN_DEVICE_ELEMENTS, KernelKey, launch_alone, small_inputs_of
+from tests.support.kernels.scratch import MIN_DEVICE_ELEMENTS, launch_alone
 from tests.support.msl.msl_source import mlx_source
 
 PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'  # MLX puts its text before every kernel
@@ -105,10 +104,9 @@ def quantized_pages(shape: Shape) -> list[PageShape]:
     return [PageShape(rows[8], rows[8]), PageShape(rows[4], rows[4]), PageShape(rows[8], rows[4])]
 
 
-def launch(body: str, constants: Constants, small_inputs: tuple[str, ...]) -> None:
-    """Launch a kernel alone, first without inputs of fewer than 8 elements, then with ``small_inputs``."""
-    for small in ((), small_inputs):
-        launch_alone(KernelKey(body, constants, small), kernel_build.build_kernel)
+def launch(body: str, constants: Constants, num_rows: int = MIN_DEVICE_ELEMENTS) -> None:
+    """Launch a kernel alone."""
+    launch_alone(body, constants, kernel_build.build_kernel, num_rows)
 
 
 def launch_shape(shape: Shape) -> None:
@@ -116,27 +114,22 @@ def launch_shape(shape: Shape) -> None:
     block, gqa, dim = shape.block_size, shape.gqa, shape.head_dim
     pool = pool_constants_of(shape.dtype, dim, dim, block)
     for slots in (mx.int32, mx.int64):
-        launch("write_slots", (*pool, ("S", slots)), ("slots",))
-    launch("gather_blocks", pool, ("blocks",))
-    launch("copy_blocks", pool, ("pairs",))
+        launch("write_slots", (*pool, ("S", slots)))
+    launch("gather_blocks", pool)
+    launch("copy_blocks", pool)
     for pages in (None, *quantized_pages(shape)):
         variants = kernels.variants_of(shape.dtype, dim, dim, 8 * gqa, 8, block, shape.softcap, shape.sinks, pages)
         for variant in (*variants, *filter(None, map(kernels.shared_variant_of, variants))):
             launch_variant(variant, gqa)
         for body, constants in () if pages is None else quantized.texts_of(pages, block):
-            launch(body, constants, ("slots", "blocks"))
+            launch(body, constants)
 
 
 def launch_variant(variant: Variant, num_heads: int) -> None:
-    """Launch every kernel of a decode variant's steps: few rows and many, one partition and several."""
-    for rows in (2, 9):
-        for partitions in (1, 2):
-            spec = spec_of(variant, shape_for(variant, None), rows, num_heads, 1, partitions)
-            for text in spec.texts(variant):
-                for tables in ((), ("tables",)) if rows < MIN_DEVICE_ELEMENTS and partitions == 1 else ((),):
-                    sizes = {"stats": rows * num_heads * partitions * 2, "ends": rows, "sinks": num_heads}
-                    small = (*tables, *small_inputs_of(variant, sizes))
-                    launch_alone(KernelKey(*text, small), kernel_build.build_kernel)
+    """Launch every kernel of a decode variant's steps, of one partition and of several."""
+    for partitions in (1, 2):
+        for text in spec_of(variant, shape_for(variant, None), 1, num_heads, 1, partitions).texts(variant):
+            launch(*text)
 
 
 def launch_others() -> None:
@@ -145,7 +138,8 @@ def launch_others() -> None:
         for rank, rope, heads in ((512, 64, 16), (256, 64, 8)):
             for variant in kernels.latent_variants_of(dtype, rank, rope, heads, 1, 32):
                 launch_variant(variant, heads)
-        launch(*draw_rows.kernel_key(dtype, "metal"), ("positions",))
+        for num_rows in (1, MIN_DEVICE_ELEMENTS):  # MLX puts inputs of fewer than 8 elements in another address space
+            launch(*draw_rows.kernel_key(dtype, "metal"), num_rows)
 
 
 def texts_of(shapes: Sequence[Shape]) -> dict[str, str]:

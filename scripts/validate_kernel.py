@@ -5,7 +5,7 @@
     python scripts/validate_kernel.py --limits   # instead: a million tokens, and pools of more than 2^31 elements
 
 Each variant passes its self-check, and then has an RMS below 5e-3 over batches of sequences of random lengths, with 1
-to 8 queries each (:func:`mlx_paged.kernels.check.ragged_difference`).
+to 8 queries each (:func:`mlx_paged.kernels.check.decode_difference`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_paged.cli.doctor_kernels import Shape, popular_shapes
 from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.check import MAX_RMS, attention, outcome_of, ragged_difference, self_check
+from mlx_paged.kernels.check import MAX_RMS, attention, decode_difference, outcome_of, self_check
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_QUERY_LENGTH, SHARED_BODIES, Variant
 from mlx_paged.kernels.quantized import PageShape
 from scripts.support.paged_decode import decode_variants, gather_blocks, paged_decode, write_slots
@@ -90,16 +91,20 @@ def check_limits(tokens: int = 1 << 20) -> int:
             rows = slice(first, first + (1 << 15))
             fence = write_slots(*pools, fence, k[None, :, rows], v[None, :, rows], slots[rows])
             mx.eval(fence)
-        fence = kernels.copy_blocks(*pools, fence, ids[-1:], mx.array([0], mx.int32))
-        tail = mx.concatenate([ids[-3:-1], mx.array([0], mx.int32)])  # the copy in place of the last block
+        *tail, last = (int(id) for id in np.array(ids[-3:]))
+        fence = kernels.copy_blocks(*pools, fence, [last], [0])
+        tail.append(0)  # the copy in place of the last block
         got_k, got_v, fence = gather_blocks(*pools, fence, tail, 0, 3 * block)
         same = all(mx.array_equal(got[0], x[:, -3 * block :]).item() for got, x in ((got_k, k), (got_v, v)))
         failed += not same
         print(f"{'ok  ' if same else 'FAIL'} d{dim} pools of {pools[0].size:.2e} elements: writes, copies, gathers")
         scale = 3 * dim**-0.5  # a peaked softmax: with flat weights a wrong block would hardly show
         for length in (tokens, tokens - 1, tokens // 2 + 5):
-            seen = (x[:, :length].swapaxes(0, 1) for x in (k, v))
-            expected = attention(q[0].swapaxes(0, 1), *seen, scale).swapaxes(0, 1)
+            heads = (  # one by one: the products of all would take gigabytes
+                attention(own[None], *(x[head : head + 1, :length].swapaxes(0, 1) for x in (k, v)), scale)
+                for head, own in enumerate(q.reshape(n_kv, gqa, dim))
+            )
+            expected = mx.concatenate(list(heads), axis=1).swapaxes(0, 1)
             size = mx.sqrt(mx.square(expected).mean()).item()
             for variant in decode_variants(*pools, n_kv * gqa):
                 ends = mx.array([[length]], mx.int32)
@@ -124,7 +129,7 @@ def is_good(variant: Variant, batches: Sequence[Sequence[int]]) -> bool:
     for number, contexts in enumerate(batches if variant.body not in SHARED_BODIES else ()):
         if checks[-1].ok:
             q_len = 1 + number % MAX_QUERY_LENGTH
-            checks.append(outcome_of(lambda n=q_len, given=list(contexts): ragged_difference(variant, given, n)))
+            checks.append(outcome_of(lambda n=q_len, given=list(contexts): decode_difference(variant, given, n)))
     good, worst = checks[-1].ok, max(check.rms for check in checks)
     print(f"{'ok  ' if good else 'FAIL'} {variant}: RMS {worst:.2e} {checks[-1].reason}", flush=True)
     return good

@@ -19,8 +19,8 @@ from typing import Protocol
 import mlx.core as mx
 
 from ..errors import check_device
-from ..kernels.bodies import BODIES, text_of
-from ..kernels.build import TYPE_NAMES, Constants, condensed, kernel_source, warn_when_compiling
+from ..kernels.bodies import text_of
+from ..kernels.build import TYPE_NAMES, Constants, NoKernelError, condensed, kernel_source, warn_when_compiling
 from .launch import CompiledKernel, Source, load, source_of
 
 # The compiler -------------------------------------------------------------------------------------------------------
@@ -184,11 +184,11 @@ class Cubins:
         self.loads = True
         self._compiler = compiler
         self._architecture = architecture
-        self._futures: dict[str, Future[bytes | None]] = {}
+        self._futures: dict[str, Future[bytes]] = {}
         self._lock = threading.Lock()
 
-    def start(self, source: Source) -> Future[bytes | None]:
-        """Start to compile a text unless that has been done. The future's result is None if it does not compile."""
+    def start(self, source: Source) -> Future[bytes]:
+        """Start to compile a text unless that has been done. Return its machine code, or the compiler's error."""
         with self._lock:
             if source.name in self._futures:
                 return self._futures[source.name]
@@ -206,15 +206,9 @@ class Cubins:
                 self._make(source.text, key, future)
         return future
 
-    def get(self, source: Source) -> bytes | None:
-        """Return the machine code of a text, or None if it does not compile."""
-        return self.start(source).result()
-
-    def kernel(self, source: Source, type_of: dict[mx.Dtype, str]) -> CompiledKernel | None:
-        """Return the kernel of a text, or None if it does not compile. Raises RuntimeError if MLX cannot load it."""
-        code = self.get(source)
-        if code is None:
-            return None
+    def kernel(self, source: Source, type_of: dict[mx.Dtype, str]) -> CompiledKernel:
+        """Return the kernel of a text. Raises RuntimeError if it does not compile, or if MLX cannot load it."""
+        code = self.start(source).result()
         return CompiledKernel(source, load(source, code) if self.loads else code, type_of)
 
     def _architecture_of(self, text: str) -> str:
@@ -226,11 +220,11 @@ class Cubins:
         parts = (source.text, self._architecture_of(source.text), self.version, *OPTIONS)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
 
-    def _make(self, text: str, key: str, future: Future[bytes | None]) -> None:
+    def _make(self, text: str, key: str, future: Future[bytes]) -> None:
         try:
             cubin = self._compiler.compile(text, self._architecture_of(text))
-        except Exception:  # MLX then compiles the text, and reports what is wrong with it
-            future.set_result(None)
+        except Exception as error:
+            future.set_exception(error)
             return
         future.set_result(cubin)
         if self.folder is not None:
@@ -240,20 +234,17 @@ class Cubins:
 
 @lru_cache(maxsize=1)
 def cubins() -> Cubins | None:
-    """Return the machine code for MLX's GPU; None if MLX has to compile, because there is no NVRTC or MLX cannot launch
-    what it compiles."""
+    """Return the machine code for MLX's GPU; None if no NVRTC can be loaded."""
     compiler = nvrtc()
-    architecture = str(mx.device_info().get("architecture"))
-    if compiler is None or not architecture.startswith("sm_") or not hasattr(mx.fast, "precompiled_cuda_kernel"):
+    if compiler is None:
         return None
     try:
         folder = CubinFolder(folder_path())
     except (OSError, RuntimeError):  # no home directory, or no permission to write to it
         folder = None
-    made = Cubins(compiler, architecture, folder)
-    if not _passes_test(made):  # another MLX or C++ library may look kernels up in another way
-        made.loads = False
-    return made if made.loads or _passes_test(made) else None
+    made = Cubins(compiler, str(mx.device_info()["architecture"]), folder)
+    made.loads = _passes_test(made)  # another MLX or C++ library may look kernels up in another way
+    return made
 
 
 def _passes_test(made: Cubins) -> bool:
@@ -261,8 +252,6 @@ def _passes_test(made: Cubins) -> bool:
     size, shapes, dtypes = (1, 1, 1), [(1,)], [mx.uint32]
     try:
         kernel = made.kernel(_TEST_KERNEL, {})
-        if kernel is None:
-            return False
         given = [mx.full((1,), 35, mx.uint32)]
         (out,) = kernel(inputs=given, grid=size, threadgroup=size, output_shapes=shapes, output_dtypes=dtypes)
         return out.item() == 42
@@ -283,30 +272,28 @@ def folder_path() -> Path:
 
 
 @lru_cache(maxsize=1024)
-def cuda_source(body: str, constants: Constants) -> Source | None:
-    """Return the source for NVRTC, or None if :func:`source_of` does not support the kernel."""
+def cuda_source(body: str, constants: Constants) -> Source:
+    """Return the source of a kernel for NVRTC."""
     header, source = (condensed(text) for text in kernel_source(body, "cuda", constants))
-    record, types = BODIES[body], text_of("types.cuh")
-    return source_of(body, types + header, source, record.inputs, record.outputs, dict(constants), TYPE_NAMES["cuda"])
+    return source_of(body, text_of("types.cuh") + header, source, dict(constants), TYPE_NAMES["cuda"])
 
 
-def compiled_kernel(body: str, constants: Constants) -> CompiledKernel | None:
-    """Return a kernel compiled by this package, or None if MLX has to compile it. MLX would parse all of its headers
-    for each text in each process, about 2 s."""
-    known, source = cubins(), cuda_source(body, constants)
-    if known is None or source is None:
-        return None
+def compiled_kernel(body: str, constants: Constants) -> CompiledKernel:
+    """Return a kernel compiled by this package: MLX would parse all of CUDA's headers for each text in each process,
+    about 2 s. Raises RuntimeError if it does not compile, or NVRTC cannot be loaded."""
+    known = cubins()
+    if known is None:
+        raise NoKernelError("NVRTC, CUDA's runtime compiler, cannot be loaded")
     with warn_when_compiling():
-        return known.kernel(source, TYPE_NAMES["cuda"])
+        return known.kernel(cuda_source(body, constants), TYPE_NAMES["cuda"])
 
 
 def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:
-    """Start to compile kernels, (body, constants) each, in parallel threads. Does nothing if MLX compiles them."""
+    """Start to compile kernels, (body, constants) each, in parallel threads."""
     known = cubins()
     if known is not None:
-        for source in (cuda_source(*kernel) for kernel in kernels):
-            if source is not None:
-                known.start(source)
+        for kernel in kernels:
+            known.start(cuda_source(*kernel))
 
 
 def is_kept() -> bool:
@@ -319,5 +306,5 @@ def compiler_name() -> str:
     """Return which compiler builds the kernels on this machine, for reports."""
     known = cubins()
     if known is None:
-        return "MLX"
+        return "none: NVRTC cannot be loaded"
     return f"NVRTC {known.version}, {'once per machine' if known.folder is not None else 'in each process'}"

@@ -10,19 +10,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-# Element types of inputs and outputs: a C type, or the constant that names it. MLX compiles a text that has an input or
-# output not listed here.
-_TYPES = {
-    **dict.fromkeys(("fence", "fence_out", "arrivals", "keys", "positions"), "uint32_t"),
-    **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles", "items"), "int"),
-    **dict.fromkeys(("params", "sinks", "stats", "partial"), "float"),
-    **dict.fromkeys(
-        ("q", "k", "v", "k_pool", "v_pool", "k_new", "v_new", "k_out", "v_out", "out", "out1", "out2"), "T"
-    ),
-    **dict.fromkeys(("x", "w", "w1", "w2", "bias"), "T"),
-    **dict.fromkeys((what + n for what in ("scales", "biases") for n in ("", "1", "2")), "T"),
-    "slots": "S",
-}
+from ..kernels.bodies import BODIES
+
 # Strides of inputs [batch, heads, length, dim] that a text may read with strides; heads and dim are the pool's. Values
 # come from a projection and are [batch, length, heads, dim] in memory; rotation has left keys row-contiguous.
 _STRIDES = {
@@ -30,8 +19,6 @@ _STRIDES = {
     "v": "int64_t(k_pool_1) * k_2 * {DV}, {DV}, int64_t(k_pool_1) * {DV}, 1",
 }
 _TOKENS_FIRST = ("v",)
-# Inputs of uint32 words, if a text has this constant: quantised pages, and quantised matrices.
-_WORDS = {**dict.fromkeys(("k_pool", "v_pool"), "KBITS"), **dict.fromkeys(("w", "w1", "w2"), "BITS")}
 
 
 class Source(NamedTuple):
@@ -56,40 +43,28 @@ class Source(NamedTuple):
     shared: int = 0
 
 
-def source_of(
-    body: str,
-    header: str,
-    source: str,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    constants: Mapping[str, Any],
-    type_of: Mapping[Any, str],
-) -> Source | None:
-    """Return the complete source of a kernel; None if it has an input, an output or a use of sizes unknown here.
+def source_of(body: str, header: str, source: str, constants: Mapping[str, Any], type_of: Mapping[Any, str]) -> Source:
+    """Return the complete source of a kernel.
 
     Args:
         body: the kernel's body.
         header: goes before the kernel.
         source: statements of the kernel, which declare its constants.
-        inputs, outputs: names, in order.
         constants: of the kernel; T, S and O are dtypes.
         type_of: C name of each dtype.
     """
-    strided = [name for name in inputs if f"{name}_strides[" in source]
-    if not all(name in _TYPES for name in (*inputs, *outputs)) or not all(name in _STRIDES for name in strided):
-        return None
+    record = BODIES[body]
+    inputs, outputs = record.inputs, record.outputs
 
     def kind(name: str) -> str:
-        known = "O" if name == "out" and "O" in constants else _TYPES[name]
-        known = "uint32_t" if _WORDS.get(name) in constants else known
+        known = record.type_of(name, constants)
         return type_of[constants[known]] if known in constants else known
 
     parameters = [f"const {kind(name)}* {name}" for name in inputs] + [f"{kind(name)}* {name}" for name in outputs]
     axes, declared = [], []
+    strided = [name for name in inputs if f"{name}_strides[" in source]
     for i, name in enumerate(inputs):
         own = _axes_read(name, source, constants)
-        if own is None:
-            return None
         if own:
             axes.append((i, own))
             parameters += [f"int {name}_{axis}" for axis in own]
@@ -109,12 +84,10 @@ def source_of(
     return Source(name, before + name + after, types, tuple(axes), len(outputs), swapped, constants.get("SHARED", 0))
 
 
-def _axes_read(name: str, source: str, constants: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the axes of an input whose sizes a text reads; None if they cannot be determined."""
+def _axes_read(name: str, source: str, constants: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the axes of an input whose sizes a text reads; all XD of them if it reads them in a loop."""
     read = set(re.findall(rf"\b{name}_shape\[(\w+)\]", source))
-    if all(axis.isdigit() for axis in read):
-        return tuple(sorted(map(int, read)))
-    return tuple(range(constants["XD"])) if "XD" in constants else None  # a loop reads all
+    return tuple(sorted(map(int, read))) if all(map(str.isdigit, read)) else tuple(range(constants["XD"]))
 
 
 # libstdc++'s std::hash of a string is MurmurHash64A with this seed; each of its steps can be inverted for an input of

@@ -1,4 +1,5 @@
-"""BODIES: one record per kernel, with its file, its inputs and its outputs; and the texts made from these files.
+"""BODIES: one record per kernel, with its file, its inputs and its outputs; their types; and the texts made from these
+files.
 
 A file holds a family of kernels, from top to bottom: its functions, then, after ``#pragma kernel``, the statements of
 its kernels, which MLX makes a function of. Where the kernels differ, it has ``#if`` with the names of their variants.
@@ -9,9 +10,10 @@ each launch, gets no more than the compiler needs.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Body(NamedTuple):
@@ -19,7 +21,7 @@ class Body(NamedTuple):
 
     Attributes:
         file: its text, in kernels/text/ (.metal, for both GPUs unless it uses Metal's matrices) or cuda/text/ (.cuh).
-        inputs, outputs: names, in order; their types are those of cuda/launch.py.
+        inputs, outputs: names, in order; :meth:`type_of` tells their types.
         variants: names that are true in the ``#if`` of the file and of the prelude.
         strided: inputs may be strided.
     """
@@ -35,10 +37,20 @@ class Body(NamedTuple):
         """Whether it runs on NVIDIA GPUs only."""
         return self.file.endswith(".cuh")
 
+    def type_of(self, name: str, constants: Mapping[str, Any]) -> str:
+        """Return the element type of an input or output in a text with these constants: T, S or O, which a constant
+        defines, or a type of C."""
+        if (name in _PAGES and "QUANTIZED" in self.variants) or (name in _MATRICES and "PACKED" in self.variants):
+            return "uint32_t"
+        return "O" if name == "out" and "O" in constants else _TYPES.get(name, "T")
 
-# Names of variants: pages not quantised, quantised, and their rows as they are; latents; a row's own blocks, blocks
-# common to rows, and the merge of both; for products what is stored, and packed matrices; and tensor cores.
+
+# Names of variants: the dialect; portable kernels that attend by partitions; pages not quantised, quantised, and their
+# rows as they are; latents; a row's own blocks, blocks common to rows, and the merge of both; for products what is
+# stored, and packed matrices; and tensor cores.
 VARIANTS = (
+    "METAL",
+    "PARTITIONS",
     "PAGED",
     "QUANTIZED",
     "ROWS",
@@ -54,14 +66,22 @@ VARIANTS = (
     "TENSOR",
 )
 
-_POOL = ("k_pool", "v_pool", "fence")
+_PAGES, _MATRICES = ("k_pool", "v_pool"), ("w", "w1", "w2")
+_TYPES = {  # those that are not T
+    **dict.fromkeys(("fence", "fence_out", "arrivals", "keys", "positions"), "uint32_t"),
+    **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles", "items"), "int"),
+    **dict.fromkeys(("params", "sinks", "stats", "partial"), "float"),
+    "slots": "S",
+}
+_POOL = (*_PAGES, "fence")
 _DECODE = ("q", *_POOL, "k_new", "v_new", "tables", "ends", "starts", "params", "sinks")
 _PARTIAL = ("partial", "stats", "ends", "starts", "sinks")
 _PROMPT = ("q", *_POOL, "tables", "tiles", "params", "sinks")
 
 
 def _decode(file: str, variant: str) -> Body:
-    return Body(file, _DECODE, ("out", "stats", "fence_out"), (variant,))
+    variants = (variant,) if file.endswith(".cuh") else ("PARTITIONS", variant)
+    return Body(file, _DECODE, ("out", "stats", "fence_out"), variants)
 
 
 def _own(variant: str) -> Body:
@@ -111,7 +131,7 @@ BODIES: dict[str, Body] = {
     "latent_decode": _decode("decode.metal", "LATENT"),
     "matrix_decode": _decode("matrix_decode.metal", "PAGED"),
     "quantized_matrix_decode": _decode("matrix_decode.metal", "QUANTIZED"),
-    "merge_partitions": Body("merge_partitions.metal", _PARTIAL, ("out",)),
+    "merge_partitions": Body("merge_partitions.metal", _PARTIAL, ("out",), ("PARTITIONS",)),
     "paged_decode_tensor": _own("PAGED"),
     "quantized_decode_tensor": _own("QUANTIZED"),
     "shared_decode_tensor": _common("PAGED"),
@@ -179,13 +199,12 @@ def _holds(condition: str, variants: tuple[str, ...]) -> bool:
 @lru_cache(maxsize=64)
 def kernel_text(body: str, dialect: str) -> tuple[str, str]:
     """Return (header, source) of a kernel in one dialect, "metal" or "cuda"."""
-    record = BODIES[body]
-    variants = (*record.variants, "TENSOR") if record.cuda_only else record.variants
-    prelude = resolved(text_of("prelude.metal" if dialect == "metal" else "prelude.cuh"), variants)
-    functions, source = parts_of(body)
-    if dialect == "cuda" and functions:
-        functions = CUDA_FUNCTIONS.format(functions)
-    return prelude + functions, source
+    record, (functions, source) = BODIES[body], parts_of(body)
+    if dialect == "metal":
+        return resolved(text_of("prelude.metal"), (*record.variants, "METAL")) + functions, source
+    functions = resolved(text_of("prelude.metal"), record.variants) + functions
+    words = resolved(text_of("prelude.cuh"), (*record.variants, "TENSOR") if record.cuda_only else record.variants)
+    return words + CUDA_FUNCTIONS.format(functions), source
 
 
 def parts_of(body: str) -> tuple[str, str]:

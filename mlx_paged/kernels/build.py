@@ -85,32 +85,34 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
     dialect = backend()
     if dialect is None:
         raise NoKernelError("the paged kernels need a GPU that MLX can use")
-    if dialect == "cuda" and (compiled := part("cubins").compiled_kernel(body, constants)) is not None:
-        kernel: Callable[..., list[mx.array]] = compiled
-        return kernel
+    if dialect == "cuda":
+        compiled: Callable[..., list[mx.array]] = part("cubins").compiled_kernel(body, constants)
+        return compiled
     # MLX processes the whole text at every call, so it gets no more than the compiler needs.
     header, source = (condensed(text) for text in kernel_source(body, dialect, constants))
     record = BODIES[body]
-    # MLX caches compiled kernels by name alone, some versions on disk too, so the name contains a hash of the text.
-    name = f"{body}_{hashlib.sha256((header + source).encode()).hexdigest()[:16]}"
-    known = dict(constants)
-    if "GROUPS" in known:
-        # MLX writes the kernel's declaration, so a macro with the kernel's name has to add the attribute.
-        symbol, bounds = f"custom_kernel_{name}", f"__launch_bounds__({32 * known['SG']}, {known['GROUPS']})"
-        header += f"#define {symbol} {bounds} {symbol}\n"
-        source += f"#undef {symbol}\n"
-    make: Any = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
-    # Only CUDA bodies use shared memory that the text does not declare.
-    memory = {"shared_memory": known["SHARED"]} if "SHARED" in known else {}
-    return make(
-        name=name,
+    made: Any = mx.fast.metal_kernel(
+        # MLX caches compiled kernels by name alone, some versions on disk too, so the name contains a hash of the text.
+        name=f"{body}_{hashlib.sha256((header + source).encode()).hexdigest()[:16]}",
         input_names=list(record.inputs),
         output_names=list(record.outputs),
         source=source,
         header=header,
         ensure_row_contiguous=not record.strided,
-        **memory,
     )
+    return made
+
+
+_LEAST_ELEMENTS = 8
+
+
+def padded_for_metal(rows: np.ndarray, value: int = 0) -> np.ndarray:
+    """Pad an input whose size varies with rows of ``value``, on Metal to 8 elements: MLX passes smaller ones in another
+    address space, which would make another text of the kernel."""
+    if backend() != "metal" or not 0 < rows.size < _LEAST_ELEMENTS:
+        return rows
+    missing = -(-_LEAST_ELEMENTS // (rows.size // len(rows))) - len(rows)
+    return np.concatenate([rows, np.full((missing, *rows.shape[1:]), value, rows.dtype)])
 
 
 # MLX on CUDA keeps arrays of up to 8 bytes in memory shared with the host, which kernels read slowly. With the ends and
@@ -136,10 +138,10 @@ class DeviceRows:
         self._thread = 0  # the thread that made the arrays: no other may use them before they are computed
 
     def tokens(self, positions: np.ndarray, ends: np.ndarray) -> tuple[mx.array, mx.array]:
-        """Return positions ``[B]`` and ends ``[B, 1]``, parts of one array on the device."""
+        """Return positions ``[B]`` and ends ``[B, 1]`` (:func:`padded_for_metal`), parts of one array on the device."""
         rows = len(positions)
         if backend() != "cuda" or rows == 0:
-            return mx.array(positions), mx.array(ends)
+            return mx.array(positions), mx.array(padded_for_metal(ends))
         if rows > 1:
             first, second = mx.split(self._next(np.concatenate([positions, ends[:, 0]])), 2)
         else:
@@ -147,9 +149,9 @@ class DeviceRows:
         return first, second[:, None]
 
     def of(self, rows: np.ndarray) -> mx.array:
-        """Return the rows as an array on the device."""
+        """Return the rows (:func:`padded_for_metal`) as an array on the device."""
         if rows.size == 0 or backend() != "cuda":
-            return mx.array(rows)
+            return mx.array(padded_for_metal(rows))
         whole = rows
         if rows.nbytes <= _HOST_SHARED_BYTES:
             whole = np.zeros((2 * _HOST_SHARED_BYTES * len(rows) // rows.nbytes, *rows.shape[1:]), rows.dtype)
@@ -185,8 +187,8 @@ def prepared(kernel: Callable[..., list[mx.array]], options: dict[str, Any]) -> 
 
 
 def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:
-    """Start to compile kernels, (body, constants) each, in parallel threads, before they are built. Does nothing if MLX
-    compiles them."""
+    """Start to compile kernels, (body, constants) each, in parallel threads, before they are built. Does nothing on
+    Metal, where MLX compiles them."""
     if backend() == "cuda":
         part("cubins").compile_ahead(kernels)
 

@@ -21,26 +21,23 @@ from .launch_shape import (
     MAX_QUERY_LENGTH,
     SHARED_BODIES,
     SINGLE_ROW_BODY_OF,
-    LaunchShape,
     Variant,
     shape_for,
 )
 from .prefill import BODIES as PREFILL_BODIES
 from .prefill import prefill_constants_of, prepare_prefill
 from .prefill import shape_of as prefill_shape_of
-from .quantized import PageShape, new_blocks
+from .quantized import new_blocks
 from .shared_runs import Partitions, shared_items, shared_rows
 
 MAX_RMS = 5e-3
 _QUERY_HEADS = 8  # at least, as in real models
-# Block tables are as wide as those of real steps (kv/step.py): the launch then has several partitions, and a merge.
+# Block tables are as wide as those of real steps (kv/new_tokens.py), so a launch has several partitions, and a merge.
 _TABLE_WIDTH = 16  # a table's width is a multiple of it
-_FREE_BLOCKS = 5  # targets of copies
-_WINDOW = 100  # tokens; so few that one token too many shows in the result
+_COPIED = 4  # blocks
+_WINDOWS = 20, 300  # tokens: one too many shows in the result; in one partition, and in several
 _SHARED_WINDOW = 1500  # tokens: begins inside a partition
 _PROMPT_WINDOW = 45
-_MOST = 1 << 25  # elements of the largest temporary of `attention`
-_MORE = 44  # tokens by which a longer window exceeds what one partition may hold on Metal
 
 Bounds = list[list[int]]  # [row][query]
 
@@ -73,53 +70,33 @@ def self_check(variant: Variant) -> CheckResult:
     return outcome_of(lambda: difference(variant))
 
 
-def decode_difference(variant: Variant) -> float:
-    """Return the RMS difference of a decode variant from float32 attention: the worst query of two ragged cases. Also
+def decode_difference(variant: Variant, contexts: Sequence[int] = (), q_len: int = MAX_QUERY_LENGTH) -> float:
+    """Return the RMS difference of a decode variant from float32 attention: the worst query of a ragged batch. Also
     runs all texts of slot writes, gathers and block copies, which every pool needs.
 
-    Contexts have 1, block - 1, block, block + 1 tokens and several blocks, in permuted blocks; every unused slot is
-    NaN, and on Metal every output before the launch. The newest tokens are in the pool, then passed to the call, then
-    passed with rows of padding. Several queries see windows in one partition and in several; one launch has a single
-    partition. The length of partitions is the one for this GPU's number of cores.
+    Unless ``contexts`` are given, rows have 1, block - 1, block, block + 1 tokens and several blocks. Blocks are
+    permuted; every unused slot is NaN, and on Metal every output before the launch. One step is given the newest tokens
+    and has rows of padding. ``q_len`` queries then see windows that begin inside a partition, in one partition and in
+    several. The length of partitions is the one for this GPU's number of cores.
 
-    The results of every text that a step of this variant may launch are compared. On Metal, MLX puts inputs of fewer
-    than 8 elements in another address space, which makes another text, so the cases have 2 and 9 rows.
+    Raises:
+        RuntimeError: the pool holds other bytes than were written, or the result is not finite.
     """
-    block = variant.block_size
-    # Windows of the long row begin in the second half of 64 tokens, where a smallest partition of 32 would see nothing.
-    many = [1, block - 1, block, block + 1, 3 * block + 5, 300, 2140, 7, 2 * block]
-    worst = ragged_difference(variant, [300, 5], 2)
-    return max(worst, ragged_difference(variant, many, MAX_QUERY_LENGTH)) if worst < MAX_RMS else worst
-
-
-def ragged_difference(variant: Variant, contexts: list[int], q_len: int) -> float:
-    """Return the RMS of :func:`decode_difference` for rows of these lengths in tokens, and 1, then ``q_len`` queries.
-    Raises RuntimeError if the pool holds other bytes than were written."""
-    rows, own = _Rows(variant, contexts, q_len), shape_for(variant, kernels.gpu_cores())
-    q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0]] * len(contexts)
-    out = rows.decode(q, ends, starts)
-    rows.compare_appends(q, ends, starts, out)
+    block, own = variant.block_size, shape_for(variant, kernels.gpu_cores())
+    contexts = contexts or [1, block - 1, block, block + 1, 3 * block + 5, 300, 2140, 7, 2 * block]
+    rows = _Rows(variant, contexts)
+    rows.write(num_newest=1)
+    q, ends, starts = rows.queries(1), [[n] for n in contexts], [[0] for _ in contexts]
+    out = rows.decode(q, ends, starts, append=rows.newest(), num_padding=2)
     rows.read_back()
-    errors = rows.errors_of(out, q, ends, starts)
-    # As many tokens as one partition holds, with the launch for windows that always fit one.
-    most = max(own.partition, own.first)
-    starts = [[-(-max(n - most, 0) // own.alignment) * own.alignment] for n in contexts]
-    out = rows.decode(q, ends, starts, max_visible=most - own.alignment + 1)
-    errors += rows.errors_of(out, q, ends, starts)
-    # Windows that begin inside a partition.
+    errors = [*rows.errors_of(out, q, ends, starts), mx.square(out[len(contexts) :].astype(mx.float32)).mean()]
     q, ends = rows.queries(q_len), [[max(n - q_len + 1 + i, 0) for i in range(q_len)] for n in contexts]
-    for window in _windows_of(own):
+    for most, window in zip((max(own.partition, own.first) - own.alignment + 1, _WINDOWS[1]), _WINDOWS, strict=True):
+        window = min(window, most)
         starts = [[max(end - window, 0) for end in row] for row in ends]
         errors += rows.errors_of(rows.decode(q, ends, starts, max_visible=window), q, ends, starts)
     rows.copy_blocks()
     return worst_rms(errors)
-
-
-def _windows_of(own: LaunchShape) -> list[int]:
-    """Return the windows to check: on CUDA one; on Metal a short one, in one partition, and a longer one."""
-    if not own.first:
-        return [_WINDOW]
-    return [min(_WINDOW, own.first - own.alignment + 1), own.first + _MORE]
 
 
 def shared_difference(variant: Variant) -> float:
@@ -130,53 +107,39 @@ def shared_difference(variant: Variant) -> float:
     Returns:
         0. Raises RuntimeError if the bits differ.
     """
-    block = variant.block_size
+    block, shape = variant.block_size, shape_for(variant)
     contexts = [2100, 2100, 2090, 300, 2400, 1, 700, 2200, 310]
-    rows = _Rows(variant._replace(body=SINGLE_ROW_BODY_OF[variant.body]), contexts, 4)
+    rows = _Rows(variant._replace(body=SINGLE_ROW_BODY_OF[variant.body]), contexts)
+    rows.write(num_newest=1)
     for table, tokens in zip(rows.tables, [0, 2080, 2048, 256, 2080, 0, 640, 1280, 256], strict=True):
         table[: tokens // block] = rows.tables[0][: tokens // block]
     q, ends = rows.queries(1), [[n] for n in contexts]
-    shape = shape_for(variant)
     shared = shared_rows(np.array(rows.tables), [-(-n // block) for n in contexts], block)
     assert shared is not None
-    newest: tuple[mx.array, mx.array] | None = None
     for window in (None, _SHARED_WINDOW):
         starts = [[0 if window is None else max(n - window, 0)] for n in contexts]
+        items = mx.array(shared_items(shared, Partitions.of(np.array(contexts), shape, np.array(starts)[:, 0]), shape))
+        out = rows.decode(q, ends, starts, append=rows.newest(), variant=variant, items=items, max_visible=window)
         expected = rows.decode(q, ends, starts, max_visible=window)
-        newest = newest or rows.take_newest()
-        seen = Partitions.of(np.array(contexts), shape, np.array(starts)[:, 0])
-        items = mx.array(shared_items(shared, seen, shape))
-        out = rows.decode(q, ends, starts, append=newest, variant=variant, items=items, max_visible=window)
         if not mx.array_equal(out.astype(mx.float32), expected.astype(mx.float32)).item():
             raise RuntimeError("results of rows with common blocks differ from those of single rows")
     return 0.0
 
 
 def prefill_difference(variant: Variant) -> float:
-    """Return the RMS difference of a prefill variant from float32 attention: the worst sequence of a seeded pack,
-    without a window and then with one, in two launches of one text.
-
-    New tokens fill tiles or do not, with and without prefixes, in permuted blocks. Every slot that no token sees is
-    NaN.
-    """
+    """Return the RMS difference of a prefill variant from float32 attention: the worst sequence of a pack with a
+    window. New tokens fill tiles or do not, with and without prefixes, in permuted blocks; every slot that no token
+    sees is NaN."""
     tile = prefill_shape_of(variant).rows // variant.gqa  # tokens
     counts, prefixes = [1, tile + 3, 2, tile], [variant.block_size + 5, 0, 90, 64]
-    lengths = [count + prefix for count, prefix in zip(counts, prefixes, strict=True)]
-    rows = _Rows(variant, lengths, 3)
-    rows.read_back()
+    rows = _Rows(variant, [count + prefix for count, prefix in zip(counts, prefixes, strict=True)])
+    rows.write(hidden=[max(prefix - _PROMPT_WINDOW + 1, 0) for prefix in prefixes])
     q = mx.concatenate([rows.queries(n)[:1].swapaxes(0, 2) for n in counts])
-    errors: list[mx.array] = []
-    for window in (None, _PROMPT_WINDOW):
-        if window is not None:  # slots behind the window are NaN from here on
-            ends = [prefix - window + 1 for prefix in prefixes]
-            rows.forget([[t < end for t in range(n)] for n, end in zip(lengths, ends, strict=True)])
-        out, row = rows.prefill(q, counts, window), 0
-        for count, length, (k, v) in zip(counts, lengths, rows.kept, strict=True):
-            got, asked = (x[row : row + count].squeeze(2) for x in (out, q))
-            assert k.shape[1] == length
-            expected = rows.attend(asked, k, v, window)
-            errors.append(mx.square(got.astype(mx.float32) - expected).mean())
-            row += count
+    out, row, errors = rows.prefill(q, counts, _PROMPT_WINDOW), 0, []
+    for count, (k, v) in zip(counts, rows.kept, strict=True):
+        got, asked = (x[row : row + count].squeeze(2) for x in (out, q))
+        errors.append(mx.square(got.astype(mx.float32) - rows.attend(asked, k, v, _PROMPT_WINDOW)).mean())
+        row += count
     return worst_rms(errors)
 
 
@@ -249,179 +212,138 @@ def _pool_texts_of(variant: Variant) -> list[tuple[str, Constants]]:
 
 
 class _Rows:
-    """Rows of random tokens in permuted blocks of a pool whose other slots are NaN. Over latents, the pool of keys
-    holds latents and that of values the rotated parts.
+    """Rows of random tokens in permuted blocks of a pool full of NaN. Over latents, the pool of keys holds latents and
+    that of values the rotated parts.
 
     Attributes:
         tables: block ids of each row, as wide as those of real steps.
-        kept: what the pool holds of each row, ``[n_kv_heads, n, dim]`` each, after :meth:`read_back`.
+        kept: each row's keys and values as the pool is to hold them, ``[1, n_kv_heads, n, dim]``.
     """
 
-    def __init__(self, variant: Variant, contexts: list[int], seed: int) -> None:
-        block, dtype = variant.block_size, variant.dtype
-        self._variant, self._contexts = variant, contexts
-        self._is_latent = variant.body in LATENT_BODIES
-        self._on_tensor_cores = variant.body == LATENT_BODIES[1]
-        self._dims = variant.head_dim, variant.value_dim
+    def __init__(self, variant: Variant, contexts: Sequence[int]) -> None:
+        block, dtype, self._pages = variant.block_size, variant.dtype, variant.pages
+        self._contexts, self._is_latent = contexts, variant.body in LATENT_BODIES
+        dims = variant.head_dim, variant.value_dim
         if self._is_latent:
-            self._dims = variant.value_dim, variant.head_dim - variant.value_dim
+            dims = variant.value_dim, variant.head_dim - variant.value_dim
             # On tensor cores, query heads do not fill the last thread group.
-            self._n_kv_heads, self._n_q_heads = 1, 2 * variant.gqa - self._on_tensor_cores * (variant.gqa // 3)
+            n_kv_heads, n_q_heads = 1, 2 * variant.gqa - (variant.gqa // 3 if variant.body == LATENT_BODIES[1] else 0)
         else:
-            self._n_kv_heads = max(2, _QUERY_HEADS // variant.gqa)
-            self._n_q_heads = self._n_kv_heads * variant.gqa
-        self._blocks = blocks = Blocks.of(contexts, block, seed)
-        self.tables, self._slots = blocks.tables(_TABLE_WIDTH), blocks.slots
-        self._keys = [mx.random.key(5 * seed + i) for i in range(5)]
-        k, v = (
-            mx.random.normal((len(self._slots), self._n_kv_heads, dim), key=key).astype(dtype)
-            for dim, key in zip(self._dims, self._keys[1:3], strict=True)
-        )
-        self._given = k, v
-        self.kept: list[tuple[mx.array, mx.array]] = []
-        count = blocks.num_blocks + 1 + _FREE_BLOCKS
-        self._pools = new_blocks(count, self._n_kv_heads, block, self._dims, dtype, variant.pages, float("nan"))
+            n_kv_heads = max(2, _QUERY_HEADS // variant.gqa)
+            n_q_heads = n_kv_heads * variant.gqa
+        used = [-(-n // block) for n in contexts]
+        self._num_blocks, width = sum(used) + 1, -(-max(used) // _TABLE_WIDTH) * _TABLE_WIDTH
+        # In Python, here and below: on CUDA, MLX would have to compile kernels to index an array.
+        ids = random.Random(0).sample(range(1, self._num_blocks), sum(used))
+        self._blocks = [ids[sum(used[:row]) :][:count] for row, count in enumerate(used)]
+        self.tables = [[*own, *[0] * (width - len(own))] for own in self._blocks]
+        ends = [sum(contexts[: row + 1]) for row in range(len(contexts))]
+        self._tokens = [slice(end - n, end) for end, n in zip(ends, contexts, strict=True)]  # of each row
+        keys = [mx.random.key(i) for i in range(4)]
+        self._query_shape, self._query_key = (len(contexts), n_q_heads, variant.head_dim), keys[0]
+        self._given = [
+            mx.random.normal((1, n_kv_heads, ends[-1], dim), key=key).astype(dtype)
+            for dim, key in zip(dims, keys[1:], strict=False)
+        ]
+        kept = self._given if self._pages is None else self._pages.dequantize(*self._pages.quantize(*self._given))
+        self.kept = [tuple(x[:, :, own] for x in kept) for own in self._tokens]
+        count = self._num_blocks + _COPIED
+        self._pools = new_blocks(count, n_kv_heads, block, dims, dtype, self._pages, float("nan"))
         self._fence = kernels.new_fence()
-        # The newest tokens are written separately: few rows are another text.
-        self._newest = [sum(contexts[: b + 1]) - 1 for b in range(len(contexts))]
-        newest = set(self._newest)
-        self._write(k, v, [-1 if i in newest else slot for i, slot in enumerate(self._slots)])
-        self._write_newest(*(mx.concatenate([x[i : i + 1] for i in self._newest]) for x in self._given))
-        self._sinks = mx.random.normal((self._n_q_heads,), key=self._keys[4]) if variant.sinks else None
-        self._softcap = 10.0 if variant.softcap else None
-        self._scale = variant.head_dim**-0.5
+        self._sinks = mx.random.normal((n_q_heads,), key=keys[3]) if variant.sinks else None
+        self._options: dict[str, Any] = {
+            **{"variant": variant, "n_q_heads": n_q_heads, "scale": variant.head_dim**-0.5, "pages": self._pages},
+            **{"softcap": 10.0 if variant.softcap else None, "sinks": variant.sinks},
+        }
 
-    def _write(self, k: mx.array, v: mx.array, slots: list[int]) -> None:
-        launch = kernels.prepare_write(*self._pools, mx.array(slots, mx.int32), self._variant.pages)
-        self._fence = launch(*self._pools, self._fence, k[:, :, None], v[:, :, None])
+    def _slots(self, hidden: Sequence[int] = (), num_newest: int = 0) -> mx.array:
+        """Return the slot of each token; -1 for the first ``hidden`` tokens and the newest ones of each row."""
+        block, slots = self._pools[0].shape[2], []
+        for row, (own, n) in enumerate(zip(self._blocks, self._contexts, strict=True)):
+            live = range(hidden[row] if hidden else 0, n - num_newest)
+            slots += [own[t // block] * block + t % block if t in live else -1 for t in range(n)]
+        return mx.array(slots, mx.int32)
 
-    def _gather(self, ids: list[int], length: int) -> tuple[mx.array, mx.array]:
-        """Return keys and values of the first ``length`` positions of blocks."""
-        launch = kernels.prepare_gather(*self._pools, ids, 0, length, self._variant.pages)
-        k, v, self._fence = launch(*self._pools, self._fence)
+    def write(self, hidden: Sequence[int] = (), num_newest: int = 0) -> None:
+        """Write the tokens but for the first ``hidden`` ones and the newest ones of each row."""
+        launch = kernels.prepare_write(*self._pools, self._slots(hidden, num_newest), self._pages)
+        self._fence = launch(*self._pools, self._fence, *self._given)
+
+    def newest(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values of the newest tokens, ``[B, n_kv_heads, 1, dim]``."""
+        k, v = (mx.concatenate([x[:, :, own.stop - 1 : own.stop] for own in self._tokens]) for x in self._given)
         return k, v
-
-    def _write_newest(self, k: mx.array, v: mx.array) -> None:
-        self._write(k, v, [self._slots[i] for i in self._newest])
-
-    def forget(self, dead: list[list[bool]]) -> None:
-        """Write NaN to the slots of the tokens that are marked, by row."""
-        marks = [mark for row in dead for mark in row]
-        slots = [slot if mark else -1 for slot, mark in zip(self._slots, marks, strict=True)]
-        k, v = (mx.full(x.shape, float("nan"), x.dtype) for x in self._given)
-        self._write(k, v, slots)
 
     def queries(self, q_len: int) -> mx.array:
         """Return queries of every row, ``[B, n_q_heads, q_len, head_dim]``."""
-        shape = len(self._contexts), self._n_q_heads, q_len, self._variant.head_dim
-        return mx.random.normal(shape, key=self._keys[3]).astype(self._variant.dtype)
+        batch, n_q_heads, dim = self._query_shape
+        x = mx.random.normal((batch, n_q_heads, q_len, dim), key=self._query_key)
+        return x.astype(self._options["variant"].dtype)
 
     def decode(
         self,
         q: mx.array,
         ends: Bounds,
         starts: Bounds,
-        tables: Bounds | None = None,
+        *,
         append: tuple[mx.array, mx.array] | None = None,
+        num_padding: int = 0,
         **options: Any,
     ) -> mx.array:
-        """Return the variant's result for queries that see positions from starts to ends - 1."""
-        variant = self._variant
-        tables_array, ends_array, starts_array = (
-            mx.array(x, mx.int32) for x in (self.tables if tables is None else tables, ends, starts)
-        )
+        """Return the variant's result for queries that see positions from starts to ends - 1, and for rows of padding,
+        which end at position 0 as in compiled steps."""
+        given: list[Any] = [
+            mx.concatenate([x, mx.full((num_padding, *x.shape[1:]), float("nan"), x.dtype)]) if num_padding else x
+            for x in (q, *(append or ()))
+        ]
+        tables, ends, starts = ([*x, *[[0] * len(x[0])] * num_padding] for x in (self.tables, ends, starts))
         launch = kernels.prepare_decode(
             *self._pools,
-            (tables_array, ends_array, starts_array),
-            n_q_heads=self._n_q_heads,
-            scale=self._scale,
-            softcap=self._softcap,
-            sinks=variant.sinks,
+            (mx.array(tables, mx.int32), mx.array(ends, mx.int32), mx.array(starts, mx.int32)),
             append=append is not None,
-            pages=variant.pages,
             latent=self._is_latent,
             # Memory that a kernel fails to write often holds harmless numbers, which would hide the failure.
-            init_value=float("nan") if variant.backend == "metal" else None,
-            **{"variant": variant, "max_visible": None, **options},
+            init_value=float("nan") if self._options["variant"].backend == "metal" else None,
+            **{**self._options, "max_visible": None, **options},
         )
-        out, self._fence = launch(q, *self._pools, self._fence, self._sinks, *(append or ()))
+        out, self._fence = launch(given[0], *self._pools, self._fence, self._sinks, *given[1:])
         return out
 
-    def prefill(self, q: mx.array, counts: list[int], window: int | None) -> mx.array:
+    def prefill(self, q: mx.array, counts: list[int], window: int) -> mx.array:
         """Return the prefill variant's result ``[T, n_q_heads, 1, dim]`` for the last ``counts`` tokens of each row."""
-        launch = prepare_prefill(
-            *self._pools,
-            mx.array(self.tables, mx.int32),
-            counts,
-            self._contexts,
-            n_q_heads=self._n_q_heads,
-            scale=self._scale,
-            softcap=self._softcap,
-            sinks=self._variant.sinks,
-            window=window,
-            variant=self._variant,
-            pages=self._variant.pages,
-        )
+        tables = mx.array(self.tables, mx.int32)
+        launch = prepare_prefill(*self._pools, tables, counts, self._contexts, window=window, **self._options)
         out, self._fence = launch(q, *self._pools, self._fence, self._sinks)
         return out
 
-    def take_newest(self) -> tuple[mx.array, mx.array]:
-        """Return keys and values of the newest tokens, as a call's ``append``; their slots are NaN from now on."""
-        batch = len(self._contexts)
-        self._write_newest(*(mx.full((batch, *x.shape[1:]), float("nan"), x.dtype) for x in self._given))
-        k, v = (mx.concatenate([x[i : i + 1] for i in self._newest])[:, :, None] for x in self._given)
+    def _gather(self, ids: list[int], length: int, *, stored: bool = False) -> tuple[mx.array, mx.array]:
+        """Return keys and values of the first ``length`` positions of blocks."""
+        launch = kernels.prepare_gather(*self._pools, ids, 0, length, self._pages, stored=stored)
+        k, v, self._fence = launch(*self._pools, self._fence)
         return k, v
 
-    def compare_appends(self, q: mx.array, ends: Bounds, starts: Bounds, expected: mx.array) -> None:
-        """Compare ``expected`` with calls that are passed the newest tokens, whose slots hold NaN; also with rows of
-        padding, which end at position 0 as in compiled steps. Raises RuntimeError if a result differs."""
-        k, v = self.take_newest()
-        batch, again = len(expected), self.decode(q, ends, starts, append=(k, v))
-        q, k, v = (_extended(x, float("nan")) for x in (q, k, v))
-        tables, ends, starts = ([*x, *[[0] * len(x[0])] * 2] for x in (self.tables, ends, starts))
-        padded = self.decode(q, ends, starts, tables, append=(k, v))
-        # On tensor cores a row's partitions over latents depend on the other rows.
-        is_exact = not self._on_tensor_cores
-        if not _alike(expected, again, is_exact):
-            raise RuntimeError("the result differs when the newest tokens come with the call")
-        if not _alike(padded[:batch], again, is_exact):
-            raise RuntimeError("the result differs with rows of padding")
-        if padded[batch:].any().item():
-            raise RuntimeError("rows of padding are not zero")
-
     def read_back(self) -> None:
-        """Compare the pool with what was written. Raises RuntimeError if it differs."""
-        pages = self._variant.pages
-        first = 0
-        for blocks, n in zip(self._blocks.ids, self._contexts, strict=True):
-            k, v = (x[first : first + n].swapaxes(0, 1) for x in self._given)
-            if pages is not None:
-                k, v = self._quantized(k, v, blocks, self._slots[first : first + n], pages)
-            first += n
-            got_k, got_v = self._gather(blocks, n)
-            if not (mx.array_equal(got_k.squeeze(0), k).item() and mx.array_equal(got_v.squeeze(0), v).item()):
+        """Compare the pool with what was written. Raises RuntimeError if it differs. Then write the rows of quantised
+        pages once more, to run the kernel that writes rows unchanged."""
+        rows = None if self._pages is None else self._pages.quantize(*self._given)
+        for own, blocks, kept in zip(self._tokens, self._blocks, self.kept, strict=True):
+            n = own.stop - own.start
+            if rows is not None and not _are_equal(self._gather(blocks, n, stored=True), [x[:, :, own] for x in rows]):
+                raise RuntimeError("quantised rows differ from MLX's")
+            if not _are_equal(self._gather(blocks, n), kept):
                 raise RuntimeError("slots read back differ from what was written")
-            self.kept.append((k, v))
+        if rows is not None:
+            launch = kernels.prepare_write(*self._pools, self._slots(), self._pages, stored=True)
+            self._fence = launch(*self._pools, self._fence, *rows)
 
-    def _quantized(
-        self, k: mx.array, v: mx.array, blocks: list[int], slots: list[int], pages: PageShape
-    ) -> tuple[mx.array, mx.array]:
-        """Return k, v ``[n_kv_heads, n, dim]`` as quantised pages hold them, dequantised. Raises RuntimeError if the
-        rows differ from MLX's. Writes the same rows once more, to run the kernel that writes rows unchanged."""
-        rows = pages.quantize(k[None], v[None])
-        launch = kernels.prepare_gather(*self._pools, blocks, 0, k.shape[1], pages, stored=True)
-        *got, self._fence = launch(*self._pools, self._fence)
-        if not all(mx.array_equal(a, b).item() for a, b in zip(got, rows, strict=True)):
-            raise RuntimeError("quantised rows differ from MLX's")
-        self._fence = kernels.write_rows(*self._pools, self._fence, *rows, mx.array(slots, mx.int32), pages)
-        kept_k, kept_v = pages.dequantize(*rows)
-        return kept_k.squeeze(0), kept_v.squeeze(0)
-
-    def attend(self, q: mx.array, k: mx.array, v: mx.array, window: int | None = None) -> mx.array:
-        """Return float32 attention of queries ``[n, n_q_heads, D]`` of the last tokens over ``k``, ``v`` as in
-        :attr:`kept`."""
-        k, v = (mx.concatenate([k, v], axis=-1), k) if self._is_latent else (k, v)
-        return attention(q, k.swapaxes(0, 1), v.swapaxes(0, 1), self._scale, self._softcap, self._sinks, window)
+    def copy_blocks(self) -> None:
+        """Copy blocks onto free ones. Raises RuntimeError if a copy differs."""
+        sources, length = list(range(1, 1 + _COPIED)), _COPIED * self._pools[0].shape[2]
+        targets = [self._num_blocks + i for i in range(_COPIED)]
+        before = self._gather(sources, length)
+        self._fence = kernels.copy_blocks(*self._pools, self._fence, sources, targets)
+        if not _are_equal(before, self._gather(targets, length)):
+            raise RuntimeError("copies of blocks differ from their sources")
 
     def errors_of(self, out: mx.array, q: mx.array, ends: Bounds, starts: Bounds) -> list[mx.array]:
         """Return the mean squared difference of each query's result from attention in float32."""
@@ -430,66 +352,19 @@ class _Rows:
             for i, (start, end) in enumerate(zip(starts[b], ends[b], strict=True)):
                 got = out[b, :, i][None].astype(mx.float32)
                 if start < end:
-                    got = got - self.attend(q[b, :, i][None], k[:, start:end], v[:, start:end])
+                    got = got - self.attend(q[b, :, i][None], k[:, :, start:end], v[:, :, start:end])
                 errors.append(mx.square(got).mean())
         return errors
 
-    def copy_blocks(self) -> None:
-        """Copy one block, then four, onto free ones: on Metal, two texts. Raises RuntimeError if a copy differs."""
-        free = self._blocks.num_blocks + 1
-        for sources, targets in (([1], [free]), ([1, 2, 3, 4], [free + i for i in range(1, 5)])):
-            length = len(sources) * self._variant.block_size
-            before = self._gather(sources, length)
-            self._fence = kernels.copy_blocks(*self._pools, self._fence, sources, targets)
-            after = self._gather(targets, length)
-            if not all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(before, after, strict=True)):
-                raise RuntimeError("copies of blocks differ from their sources")
+    def attend(self, q: mx.array, k: mx.array, v: mx.array, window: int | None = None) -> mx.array:
+        """Return float32 attention of queries ``[n, n_q_heads, D]`` of the last tokens over ``k``, ``v`` as in
+        :attr:`kept`."""
+        k, v = (x[0].swapaxes(0, 1) for x in ((mx.concatenate([k, v], axis=-1), k) if self._is_latent else (k, v)))
+        return attention(q, k, v, self._options["scale"], self._options["softcap"], self._sinks, window)
 
 
-def _alike(x: mx.array, y: mx.array, is_exact: bool) -> bool:
-    """Return whether results are equal, or nearly equal unless ``is_exact``."""
-    x, y = x.astype(mx.float32), y.astype(mx.float32)
-    return bool((mx.array_equal(x, y) if is_exact else mx.allclose(x, y, rtol=2e-2, atol=2e-2)).item())
-
-
-def _extended(x: mx.array, value: float) -> mx.array:
-    """Return x with two more rows of a value."""
-    return mx.concatenate([x, mx.full((2, *x.shape[1:]), value, x.dtype)])
-
-
-class Blocks(NamedTuple):
-    """Blocks of some sequences, in random order.
-
-    Attributes:
-        ids: block ids of each sequence.
-        slots: the slot of each token, sequence after sequence.
-    """
-
-    ids: list[list[int]]
-    slots: list[int]
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], block: int, seed: int, first: int = 1) -> Blocks:
-        """Return blocks for sequences of these lengths; their ids begin at ``first``."""
-        used = [-(-n // block) for n in lengths]
-        # In Python, here and below: on CUDA, MLX would have to compile kernels to index an array.
-        order = random.Random(seed).sample(range(first, first + sum(used)), sum(used))
-        ids, slots = [], []
-        for n, count in zip(lengths, used, strict=True):
-            own, order = order[:count], order[count:]
-            ids.append(own)
-            slots += [own[t // block] * block + t % block for t in range(n)]
-        return cls(ids, slots)
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks of all sequences."""
-        return sum(map(len, self.ids))
-
-    def tables(self, multiple: int = 1) -> list[list[int]]:
-        """Return block tables whose width is a multiple of ``multiple``, with 0 where a sequence has no block."""
-        width = -(-max(map(len, self.ids)) // multiple) * multiple
-        return [[*own, *[0] * (width - len(own))] for own in self.ids]
+def _are_equal(given: Sequence[mx.array], wanted: Sequence[mx.array]) -> bool:
+    return all(mx.array_equal(a, b, equal_nan=True).item() for a, b in zip(given, wanted, strict=True))
 
 
 def attention(
@@ -511,27 +386,22 @@ def attention(
     Returns:
         ``[n, n_q_heads, Dv]``.
     """
-    count, n_q, dim = q.shape
-    length, n_kv, _ = k.shape
-    group = n_q // n_kv
+    (count, n_q, dim), (length, n_kv, _) = q.shape, k.shape
     positions, own = mx.arange(length), (length - count + mx.arange(count))[:, None]
     seen = positions <= own
     if window is not None:
         seen = mx.logical_and(seen, positions > own - window)
-    q = q.astype(mx.float32).reshape(count, n_kv, group, 1, dim)
+    q = q.astype(mx.float32).reshape(count, n_kv, -1, 1, dim)
     keys, values = (x.astype(mx.float32).swapaxes(0, 1)[:, None] for x in (k, v))
-    logits = None if sinks is None else mx.broadcast_to(sinks.reshape(n_kv, group, 1), (count, n_kv, group, 1))
-    step, heads = max(1, _MOST // (count * n_kv * length * dim)), []
-    for first in range(0, group, step):
-        scores = (q[:, :, first : first + step] * keys).sum(-1) * scale  # [count, n_kv, step, length]
-        if softcap is not None:
-            scores = softcap * mx.tanh(scores / softcap)
-        scores = mx.where(seen[:, None, None], scores, -float("inf"))
-        if logits is not None:
-            scores = mx.concatenate([logits[:, :, first : first + step], scores], axis=-1)
-        weights = mx.softmax(scores, axis=-1, precise=True)[..., int(sinks is not None) :]
-        heads.append((weights[..., None] * values).sum(-2))
-    return mx.concatenate(heads, axis=2).reshape(count, n_q, -1)
+    scores = (q * keys).sum(-1) * scale  # [count, n_kv, group, length]
+    if softcap is not None:
+        scores = softcap * mx.tanh(scores / softcap)
+    scores = mx.where(seen[:, None, None], scores, -float("inf"))
+    if sinks is not None:
+        logits = mx.broadcast_to(sinks.reshape(n_kv, -1, 1), (*scores.shape[:3], 1))
+        scores = mx.concatenate([logits, scores], axis=-1)
+    weights = mx.softmax(scores, axis=-1, precise=True)[..., int(sinks is not None) :]
+    return (weights[..., None] * values).sum(-2).reshape(count, n_q, -1)
 
 
 def worst_rms(errors: list[mx.array]) -> float:

@@ -89,7 +89,11 @@ def _decode_spec(
     decode = {
         "grid": (-(-n_q_heads // variant.gqa) * launch_shape.simdgroups * 32, batch * q_len, n_partitions),
         "threadgroup": (launch_shape.simdgroups * 32, 1, 1),
-        "output_shapes": [out_shape if single else (lines, n_partitions, value_dim), (lines, n_partitions, 2), (1,)],
+        "output_shapes": [
+            out_shape if single else (batch, n_q_heads, q_len, n_partitions * value_dim),
+            (lines, n_partitions, 2),
+            (1,),
+        ],
         "output_dtypes": [out_dtype, mx.float32, mx.uint32],
     }
     if single:
@@ -136,7 +140,7 @@ def _shared_spec(spec: DecodeSpec, variant: Variant, launch_shape: LaunchShape, 
     )
     # A thread merges four values.
     simdgroups = -(-variant.value_dim // 128)
-    lines = spec.decode["output_shapes"][0][0]
+    lines = spec.decode["output_shapes"][1][0]
     merge_constants = tuple((name, simdgroups if name == "SG" else value) for name, value in spec.merge_constants)
     merge = {**spec.merge, "grid": (lines * simdgroups * 32, 1, 1), "threadgroup": (simdgroups * 32, 1, 1)}
     constants = (*spec.decode_constants, *cut)

@@ -15,9 +15,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from .availability import backend, cuda_limits, gpu_cores
-from .build import Constants, Launch, NoKernelError, build_kernel, prepared
+from .build import Constants, Launch, NoKernelError, build_kernel, padded_for_metal, prepared
 from .decode_spec import Counters, params_of, pool_constants_of, spec_of
 from .launch_shape import (
     LATENT_BODIES,
@@ -225,8 +226,9 @@ def prepare_decode(
     """Prepare the launches of a decode step over pools of this geometry.
 
     Args:
-        visible: block tables int32 ``[B, max_blocks]``, ids by absolute position; ends and starts int32 ``[B, q_len]``.
-            A query sees start <= position < end, and entries of the table outside that range are never followed.
+        visible: block tables int32 ``[B, max_blocks]``, ids by absolute position; ends and starts int32 ``[B, q_len]``,
+            on Metal padded (:func:`.build.padded_for_metal`). A query sees start <= position < end, and entries of the
+            table outside that range are never followed.
         sinks: whether the launches are given sinks.
         max_visible: no query sees more tokens than this (a window), which saves empty partitions.
         append: the launches are given the tokens at ``ends - 1`` (q_len 1), which are not in the pool yet: they write
@@ -250,7 +252,7 @@ def prepare_decode(
         if shared is not None:
             choices = (shared, *choices)
     reach = visible[0].shape[1] * block_size
-    batch, q_len = visible[1].shape
+    batch, q_len = len(visible[0]), visible[1].shape[1]
     reasons = []
     for choice in choices:
         if choice in switched_off and variant is None:
@@ -289,16 +291,9 @@ def _pool_text(
     return bodies[1], page_constants(pages, block_size)
 
 
-class WriteLaunch(NamedTuple):
-    """The launch of one step's writes, prepared once and called for each layer."""
-
-    launch: Launch
-    slots: mx.array
-
-    def __call__(self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        """Write rows of keys and values, ``[B, n_kv_heads, length, head_dim]`` in any strides and of the pool's dtype;
-        quantised pages quantise them as MLX does on this device. Checks nothing. Returns the next fence."""
-        return self.launch([k_pool, v_pool, fence, k, v, self.slots])[0]
+# Takes pools of keys and of values, their fence, and rows of keys and values ``[B, n_kv_heads, length, head_dim]`` in
+# any strides. Returns the next fence.
+WriteLaunch = Callable[[mx.array, mx.array, mx.array, mx.array, mx.array], mx.array]
 
 
 def prepare_write(
@@ -310,7 +305,7 @@ def prepare_write(
         slots: int32 or int64 ``[B * length]``: block * block_size + offset of each row, row b * length + i for
             position i of sequence b; a negative slot is skipped. Two rows must not share a slot of a block that anyone
             reads.
-        pages: form of a pool of quantised pages.
+        pages: form of a pool of quantised pages; rows are quantised as MLX does on this device.
         stored: the rows are quantised, uint32 ``[B, n_kv_heads, length, num_words]``, and written unchanged.
     """
     body, constants = _pool_text(_WRITES, k_pool, v_pool, pages, stored)
@@ -322,24 +317,8 @@ def prepare_write(
         "output_shapes": [(1,)],
         "output_dtypes": [mx.uint32],
     }
-    return WriteLaunch(prepared(build_kernel(body, (*constants, ("S", slots.dtype))), options), slots)
-
-
-def write_rows(
-    k_pool: mx.array, v_pool: mx.array, fence: mx.array, k: mx.array, v: mx.array, slots: mx.array, pages: PageShape
-) -> mx.array:
-    """Scatter quantised rows into pages unchanged (see :func:`prepare_write`). Returns the next fence.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
-    """
-    batch, _, length, _ = k.shape
-    for x, pool in ((k, k_pool), (v, v_pool)):
-        if x.shape != (batch, pool.shape[1], length, pool.shape[3]) or x.dtype != mx.uint32:
-            raise ValueError(f"rows {x.dtype} x {x.shape} do not fit pages {pool.shape}")
-    if slots.shape != (batch * length,) or slots.dtype not in (mx.int32, mx.int64):
-        raise ValueError(f"rows {k.shape} and slots {slots.dtype} x {slots.shape} do not agree")
-    return prepare_write(k_pool, v_pool, slots, pages, stored=True)(k_pool, v_pool, fence, k, v)
+    launch = prepared(build_kernel(body, (*constants, ("S", slots.dtype))), options)
+    return lambda k_pool, v_pool, fence, k, v: launch([k_pool, v_pool, fence, k, v, slots])[0]
 
 
 # Takes pools of keys and of values, and their fence. Returns keys, values, and the next fence.
@@ -349,7 +328,7 @@ GatherLaunch = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array
 def prepare_gather(
     k_pool: mx.array,
     v_pool: mx.array,
-    block_ids: mx.array | Sequence[int],
+    block_ids: Sequence[int],
     start: int,
     length: int,
     pages: PageShape | None = None,
@@ -359,21 +338,16 @@ def prepare_gather(
     """Prepare a launch that copies positions ``start .. start + length - 1`` of one block table out of the pool.
 
     Args:
-        block_ids: ids ``[n]`` by absolute position.
+        block_ids: ids by absolute position.
         pages: form of a pool of quantised pages, which are dequantised as ``mx.dequantize`` does on this device.
         stored: they are not dequantised: rows are uint32 ``[1, n_kv_heads, length, num_words]``.
 
     Returns:
         A function of (k_pool, v_pool, fence) that returns k ``[1, n_kv_heads, length, head_dim]``, v, and the next
         fence.
-
-    Raises:
-        ValueError: the range is empty or exceeds the table.
     """
-    ids = block_ids.astype(mx.int32) if isinstance(block_ids, mx.array) else mx.array(list(block_ids), mx.int32)
-    _, heads, block_size, _ = k_pool.shape
-    if start < 0 or length < 1 or start + length > ids.size * block_size:
-        raise ValueError(f"positions {start}..{start + length} are not in a table of {ids.size} blocks of {block_size}")
+    ids = mx.array(padded_for_metal(np.array(block_ids, np.int32)))
+    heads = k_pool.shape[1]
     body, constants = _pool_text(_GATHERS, k_pool, v_pool, pages, stored)
     known = dict(constants)
     sizes, dtype = (known["D"], known["DV"]), known["T"]
@@ -389,28 +363,18 @@ def prepare_gather(
 
 
 def copy_blocks(
-    k_pool: mx.array,
-    v_pool: mx.array,
-    fence: mx.array,
-    source: Sequence[int] | mx.array,
-    target: Sequence[int] | mx.array,
+    k_pool: mx.array, v_pool: mx.array, fence: mx.array, source: Sequence[int], target: Sequence[int]
 ) -> mx.array:
     """Copy whole blocks onto others, in place (a fork). Returns the next fence.
 
-    source and target: block ids, int32 [n] each; no block may be in both, and none twice in target.
-    Raises ValueError if their lengths differ or are 0.
+    source and target: block ids, as many of each; no block may be in both, and none twice in target.
     """
-    src = source.astype(mx.int32) if isinstance(source, mx.array) else mx.array(list(source), mx.int32)
-    dst = target.astype(mx.int32) if isinstance(target, mx.array) else mx.array(list(target), mx.int32)
-    if src.shape != dst.shape or src.ndim != 1 or src.size == 0:
-        raise ValueError(
-            f"source and target must be equally long, non-empty lists of block ids; got {src.shape} and {dst.shape}"
-        )
     dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool)
     packets = n_kv_heads * block_size * max(head_dim, value_dim) // 4
+    pairs = padded_for_metal(np.array([source, target], np.int32).T).T
     (fence,) = build_kernel("copy_blocks", pool_constants_of(dtype, head_dim, value_dim, block_size))(
-        inputs=[k_pool, v_pool, fence, mx.stack([src, dst])],
-        grid=(_round_up(packets, 256), src.size, 1),
+        inputs=[k_pool, v_pool, fence, mx.array(np.ascontiguousarray(pairs))],
+        grid=(_round_up(packets, 256), len(source), 1),
         threadgroup=(256, 1, 1),
         output_shapes=[(1,)],
         output_dtypes=[mx.uint32],

@@ -116,13 +116,12 @@ class DeviceBlocks:
 
     def write(self, tokens: NewTokens, k: mx.array, v: mx.array, *, stored: bool = False) -> None:
         """Write new tokens; see :meth:`Blocks.write`."""
+        launch: kernels.WriteLaunch | None
         if stored and self.pages is not None:
-            self.__fence = kernels.write_rows(
-                self.__keys, self.__values, self.__fence, k, v, tokens.slots(), self.pages
-            )
+            launch = kernels.prepare_write(self.__keys, self.__values, tokens.slots(), self.pages, stored=True)
+            self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
             return
-        launch = tokens.made.get("write")
-        if launch is None:
+        if (launch := tokens.made.get("write")) is None:
             launch = kernels.prepare_write(self.__keys, self.__values, tokens.slots(), self.pages)
             tokens.made["write"] = launch
         if self.rotates:
@@ -302,15 +301,11 @@ class DeviceBlocks:
         return self._gathered(known[1])
 
     @staticmethod
-    def _range_of(table: BlockTable, group: int) -> tuple[mx.array, int, int]:
+    def _range_of(table: BlockTable, group: int) -> tuple[list[int], int, int]:
         """Return the ids of the visible tokens' blocks, the tokens' start within these, and their number."""
-        size, start, indices = table.block_size, table.starts[group], table.indices[group]
+        size, start = table.block_size, table.starts[group]
         first, last = start // size, -(-table.length // size)
-        key = "ids", first, last
-        ids = indices.get(key)
-        if ids is None:
-            ids = indices[key] = mx.array(table.block_ids[group][first:last], mx.int32)
-        return ids, start - first * size, table.length - start
+        return table.block_ids[group][first:last], start - first * size, table.length - start
 
     def fetch(self, tokens: NewTokens) -> tuple[mx.array, mx.array]:
         """Return the keys ``[B, n_kv_heads, n, k_head_dim]`` and values that rows of one new token each see, padded on
@@ -321,9 +316,7 @@ class DeviceBlocks:
             num_slots = len(ids) * self.block_size
             heads = np.arange(self.geometry.num_kv_heads)[:, None] * num_slots
             slots = tokens.padded_slots(among_own=True)[:, None] + heads
-            launch = kernels.prepare_gather(
-                self.__keys, self.__values, mx.array(ids, mx.int32), 0, num_slots, self.pages
-            )
+            launch = kernels.prepare_gather(self.__keys, self.__values, ids, 0, num_slots, self.pages)
             known = tokens.made["fetch"] = launch, mx.array(slots.astype(np.int32))
         launch, index = known
         k, v = (mx.take(x.reshape(-1, x.shape[-1]), index, 0) for x in self._gathered(launch))

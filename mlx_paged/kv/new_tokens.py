@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels.availability import on_metal
-from ..kernels.build import DeviceRows
+from ..kernels.build import DeviceRows, padded_for_metal
 from ..kernels.shared_runs import Partitions, SharedCut, SharedRows, items_for, shared_rows
 from .block_table import BlockTable
 from .geometry import Window
@@ -73,7 +73,7 @@ class NewTokens:
         # Block tables [B, width] on the host, the versions of their rows, and what the device has of them.
         self._host, self._versions = np.zeros((0, 0), np.int32), [-1] * len(counts)
         self._device: dict[tuple[int, bool], mx.array] = {}
-        self._starts: mx.array | None = None
+        self._starts: tuple[tuple[int, ...], mx.array] | None = None
         self._shared: SharedRows | None = None
         self._common: np.ndarray | None = None  # leading blocks that each row shares with another; None: not known
         self._items: tuple[Any, mx.array | None] = None, None
@@ -99,14 +99,15 @@ class NewTokens:
 
     def slots(self, num_rows: int | None = None) -> mx.array:
         """Return ``block_id * block_size + offset`` of each token, ``[T]``; int64 where int32 is too short. Padding up
-        to ``num_rows`` is -1, which is not written."""
+        to ``num_rows``, and on Metal to 8, is -1, which is not written."""
         found: mx.array | None = self.made.get(("slots", num_rows))
         if found is None:
             slots = self.host_slots()
             if num_rows is not None:
                 slots = np.concatenate([slots, np.full(num_rows - len(slots), -1, slots.dtype)])
             is_wide = self._num_blocks * self.tables[0].block_size > MAX_INT32
-            found = self.made["slots", num_rows] = mx.array(slots if is_wide else slots.astype(np.int32))
+            slots = padded_for_metal(slots if is_wide else slots.astype(np.int32), -1)
+            found = self.made["slots", num_rows] = mx.array(slots)
         return found
 
     def host_slots(self) -> np.ndarray:
@@ -150,7 +151,7 @@ class NewTokens:
         self, window: Window | None, num_rows: int | None = None, shape: tuple[int, int] | None = None
     ) -> ThreeArrays:
         """Return what each new token sees: block tables ``[rows, max_blocks]``, and as int32 ``[rows, n]`` the end
-        (exclusive: its own position + 1) and the start of its visible positions.
+        (exclusive: its own position + 1) and the start of its visible positions; on Metal of at least 8 elements.
 
         Args:
             window: window of the tokens.
@@ -179,10 +180,10 @@ class NewTokens:
 
     def _no_starts(self, shape: tuple[int, ...]) -> mx.array:
         """Return the starts of visible positions without a window: zeros, int32."""
-        if self._starts is None or self._starts.shape != shape:
-            self._starts = DeviceRows().of(np.zeros(shape, np.int32))
-            mx.async_eval(self._starts)  # another thread's steps may read it
-        return self._starts
+        if self._starts is None or self._starts[0] != shape:
+            self._starts = shape, DeviceRows().of(np.zeros(shape, np.int32))
+            mx.async_eval(self._starts[1])  # another thread's steps may read it
+        return self._starts[1]
 
     def block_tables(self, shape: tuple[int, int] | None = None, *, by_token: bool = False) -> mx.array:
         """Return the block tables on the device, int32 ``[B, max_blocks]``, by absolute position; entries past a row's

@@ -62,7 +62,7 @@ def test_texts_are_compiled_in_parallel_and_each_once() -> None:
     assert [future.result(WAIT_SECONDS) for future in started] == [
         f"TEXT OF {name} FOR sm_90".encode() for name in "ABCABC"
     ]
-    assert made.get(source("a")) == b"TEXT OF A FOR sm_90" and sorted(compiler.texts) == [
+    assert made.start(source("a")).result(WAIT_SECONDS) == b"TEXT OF A FOR sm_90" and sorted(compiler.texts) == [
         f"text of {name}" for name in "abc"
     ]
 
@@ -77,9 +77,9 @@ def test_without_more_threads_texts_are_compiled_one_by_one(monkeypatch: pytest.
 
 def test_the_next_process_reads_what_the_first_compiled(folder: CubinFolder) -> None:
     first, second = FakeCompiler(), FakeCompiler()
-    compiled = make(first, folder).get(source("a"))
+    compiled = make(first, folder).start(source("a")).result(WAIT_SECONDS)
     finish()
-    assert make(second, CubinFolder(folder.path)).get(source("a")) == compiled
+    assert make(second, CubinFolder(folder.path)).start(source("a")).result(WAIT_SECONDS) == compiled
     assert first.texts and not second.texts
 
 
@@ -90,10 +90,10 @@ def test_the_next_process_reads_what_the_first_compiled(folder: CubinFolder) -> 
 def test_another_text_compiler_or_gpu_is_another_file(
     folder: CubinFolder, text: str, version: str, architecture: str
 ) -> None:
-    make(FakeCompiler(), folder).get(source("a"))
+    make(FakeCompiler(), folder).start(source("a")).result(WAIT_SECONDS)
     finish()
     compiler = FakeCompiler(version)
-    make(compiler, folder, architecture).get(source("a", text))
+    make(compiler, folder, architecture).start(source("a", text)).result(WAIT_SECONDS)
     assert compiler.texts
 
 
@@ -101,13 +101,13 @@ def test_another_text_compiler_or_gpu_is_another_file(
     "damage", [lambda data: data[:-1], lambda data: data[:40] + b"x" + data[41:], lambda data: b""]
 )
 def test_damaged_file_is_rewritten(folder: CubinFolder, damage: Any) -> None:
-    compiled = make(FakeCompiler(), folder).get(source("a"))
+    compiled = make(FakeCompiler(), folder).start(source("a")).result(WAIT_SECONDS)
     finish()
     (file,) = folder.path.iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     compiler = FakeCompiler()
-    assert make(compiler, folder).get(source("a")) == compiled and compiler.texts
+    assert make(compiler, folder).start(source("a")).result(WAIT_SECONDS) == compiled and compiler.texts
     finish()
     assert file.read_bytes() == whole and list(folder.path.iterdir()) == [file]
 
@@ -116,7 +116,7 @@ def test_files_are_private_to_their_owner(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         folder = CubinFolder(tmp_path / "kernels")
-        make(FakeCompiler(), folder).get(source("a"))
+        make(FakeCompiler(), folder).start(source("a")).result(WAIT_SECONDS)
         finish()
     finally:
         os.umask(before)
@@ -134,7 +134,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, mode: int
 
 def test_missing_folder_loses_only_the_file(folder: CubinFolder) -> None:
     folder.path.rmdir()
-    assert make(FakeCompiler(), folder).get(source("a")) == b"TEXT OF A FOR sm_90"
+    assert make(FakeCompiler(), folder).start(source("a")).result(WAIT_SECONDS) == b"TEXT OF A FOR sm_90"
     finish()
     assert not folder.path.exists()
 
@@ -142,7 +142,9 @@ def test_missing_folder_loses_only_the_file(folder: CubinFolder) -> None:
 def test_a_text_that_does_not_compile_has_no_machine_code(folder: CubinFolder) -> None:
     compiler = FakeCompiler()
     made = make(compiler, folder)
-    assert made.get(source("a", "wrong")) is None and made.get(source("a", "wrong")) is None
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="does not compile"):
+            made.kernel(source("a", "wrong"), {})
     assert len(compiler.texts) == 1 and not list(folder.path.iterdir())
 
 
@@ -228,28 +230,30 @@ def test_machine_code_is_named_by_itself_without_the_c_library(monkeypatch: pyte
 def test_files_not_used_for_a_month_are_deleted(folder: CubinFolder) -> None:
     made = make(FakeCompiler(), folder)
     for name in "abc":
-        made.get(source(name))
+        made.start(source(name)).result(WAIT_SECONDS)
     finish()
     old, used, recent = (folder.path / f"{made._key(source(name))}.cubin" for name in "abc")
     for file, days in ((old, 31), (used, 29), (recent, 0)):
         os.utime(file, (0, time.time() - days * 86_400))
     again = make(FakeCompiler(), CubinFolder(folder.path))
     assert not old.exists() and used.exists() and recent.exists()
-    again.get(source("b"))
+    again.start(source("b")).result(WAIT_SECONDS)
     assert used.stat().st_mtime > time.time() - 86_400, "its month begins again"
 
 
-@pytest.mark.parametrize("trouble", ["launch", "result", "compiler", "architecture"])
-def test_cubins_are_off_where_they_cannot_be_launched(
+@pytest.mark.parametrize("trouble", ["launch", "result"])
+def test_short_names_are_off_where_they_cannot_be_launched(
     on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     launches(monkeypatch, accepts=lambda code: trouble != "launch")
     if trouble == "result":
         monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", lambda *, inputs, **options: [inputs[0]])
-    if trouble == "compiler":
-        monkeypatch.setattr(cubins_module, "nvrtc", lambda: None)
-    if trouble == "architecture":
-        monkeypatch.setattr(mx, "device_info", lambda: {})
+    made = cubins()
+    assert made is not None and not made.loads
+
+
+def test_without_a_compiler_there_is_no_machine_code(on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cubins_module, "nvrtc", lambda: None)
     assert cubins() is None
 
 
@@ -260,7 +264,7 @@ def test_nothing_is_kept_on_disk_without_a_folder(
     (tmp_path / "file").touch()
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "file"))
     made = cubins()
-    assert made is not None and made.folder is None and made.get(source("a")) is not None
+    assert made is not None and made.folder is None and made.start(source("a")).result(WAIT_SECONDS) is not None
 
 
 def test_the_folder_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -274,7 +278,7 @@ def test_the_folder_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_text_with_architecture_features_is_compiled_for_sm_90a() -> None:
     text = "#ifdef __CUDA_ARCH_FEAT_SM90_ALL"
-    assert b"FOR sm_90a" in (make(FakeCompiler(), None).get(source("a", text)) or b"")
+    assert b"FOR sm_90a" in (make(FakeCompiler(), None).start(source("a", text)).result(WAIT_SECONDS) or b"")
     for architecture in ("sm_80", "sm_100"):
-        code = make(FakeCompiler(), None, architecture).get(source("a", text)) or b""
+        code = make(FakeCompiler(), None, architecture).start(source("a", text)).result(WAIT_SECONDS) or b""
         assert code.endswith(f"FOR {architecture}".encode())

@@ -11,7 +11,7 @@ import pytest
 from mlx_paged.cuda import narrow_matmul
 from mlx_paged.cuda.narrow_matmul import BIASED, DTYPES, GATED, GROUPED, PLAIN, TILES, PackedWeight
 from tests.support.cases import crossed, quick, slow
-from tests.support.kernels.scratch import KernelKey, launch_alone
+from tests.support.kernels.scratch import launch_alone
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import tensor_kernel, to_float
@@ -228,9 +228,7 @@ def test_a_product_of_few_values_reads_nothing_out_of_bounds(emulated, body):
     for bits in (4, 8):
         for num_dims in (1, 2, 4):
             key = narrow_matmul.kernel_key(body, mx.bfloat16, TILES[0], num_dims, bits)
-            outs = launch_alone(
-                KernelKey(*key), lambda *kernel: partial(narrow_matmul.build_kernel(*kernel), sparse=())
-            )
+            outs = launch_alone(*key, lambda *kernel: partial(narrow_matmul.build_kernel(*kernel), sparse=()))
             assert all(not to_float(out).any() for out in outs)
 
 

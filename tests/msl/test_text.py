@@ -170,7 +170,7 @@ BAD_ELSEWHERE = [  # what finds problems, its dtype, and the edit that makes one
     ("latent_decode", mx.bfloat16, "const_cast<device T*>(v_pool)[at", "v_pool[at"),
     ("latent_decode", mx.float16, "const int64_t slot", "const int slot"),
     ("latent_decode", mx.float32, "const float key = packet", "const T4 key = packet"),
-    ("quantized_write", mx.bfloat16, "const_cast<device uint*>(is_value ? v_pool : k_pool)", "(is_value ? v_pool : k_pool)"),
+    ("quantized_write", mx.bfloat16, "const_cast<device uint*>(k_pool)", "k_pool"),
     ("quantized_write", mx.bfloat16, "static_cast<T>(affine.scale)", "affine.scale"),
     ("draw_rows", mx.bfloat16, "static_cast<float>(x[start + i]), LEAST", "x[start + i], LEAST"),
     ("draw_rows", mx.float16, "-static_cast<float>(place)", "-place"),

@@ -463,6 +463,7 @@ __device__ inline void load_words(const uint* source, uint* words) {
 #define SCORE_OWNER(n, OWNERS) \
   ((((n) & 1) << 4 | ((n) & 2) << 2 | ((n) & 4) | ((n) & 8) >> 2 | ((n) & 16) >> 4) / (32 / (OWNERS)))
 #define FUNCTION __device__ inline
+#define GLOBAL
 // Must come last: __device__ expands to a text with the word device in it.
 #define device
 #define constant

@@ -69,7 +69,6 @@ __device__ inline void join_runs(int n_partitions, int run_shift, const float4* 
   }
 }
 #if QUANTIZED
-#include "groups.metal"
 // Codes of quantised keys and values as factors for the tensor cores.
 // A code becomes the low bits of a float16 without a shift: with the exponent of 1024 bit 0 counts 1, with that of 64
 // bit 4 does. So a factor is the code plus an offset of 1024 or 64. The sums are corrected by the offset times the sum
@@ -205,7 +204,7 @@ __device__ inline void quantize_row(const T* row, unsigned* page, int at, int la
 // join their runs. Grid: x = line; a thread handles four values. The head's sink is added at the end.
 constexpr float NOTHING = -3.0e38f;
 constexpr float LOG2E = 1.44269504088896341f;
-const int n_heads = partial_shape[0] / ends_shape[0];
+const int n_heads = partial_shape[1];
 const int line = blockIdx.x;
 const int row = line / n_heads;
 const int n_live = partitions_of<PART, SPAN>(metal::max(static_cast<int>(starts[row]), 0), static_cast<int>(ends[row])).count;

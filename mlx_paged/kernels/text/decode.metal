@@ -13,12 +13,6 @@
 // reduced by halving: in each step a lane keeps half of its scores and sends the other half to another lane. At the end
 // each lane holds R complete scores, so a score's softmax is computed once instead of LPT times. Lane bit 0 stands for
 // the top bit of a score's index u * HP + h, lane bit 1 for the next, and so on.
-#if QUANTIZED
-#include "groups.metal"
-#endif
-#include "partitions.metal"
-
-#pragma kernel
 constexpr int NK = (D + LPT * VEC - 1) / (LPT * VEC);    // packets of a key per lane
 constexpr int NV = (DV + LPT * VEC - 1) / (LPT * VEC);   // packets of a value per lane
 constexpr int TPS = 32 / LPT;                            // tokens per step
@@ -56,13 +50,10 @@ const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_le
 
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
 const int end = static_cast<int>(ends[row]);
-// A row that ends at most FIRST tokens after its first partition begins has only that partition. A launch with only
-// such rows needs no merge.
-const bool is_short = FIRST > 0 && end - first_partition<PART>(begin) <= FIRST;
-const int size = is_short ? FIRST : partition_size<PART, SPAN>(end - begin);
-const int origin = first_partition<PART>(begin);
-const int lo = metal::max(begin, origin + partition * size);
-const int hi = metal::min(end, origin + partition * size + size);
+const Partitions partitions = partitions_of<PART, SPAN, FIRST>(begin, end);
+const int size = partitions.size;
+const int lo = metal::max(begin, partitions.origin + partition * size);
+const int hi = metal::min(end, partitions.origin + partition * size + size);
 // If params[2] is set (only with q_len 1), k_new and v_new hold the row's newest token. It is read from there, and the
 // thread group of its partition stores it in its slot.
 const int fresh = params[2] != 0.0f ? end - 1 : -1;
@@ -160,8 +151,22 @@ if (lo < hi) {
       query[i * VEC + j] *= 1.0f / static_cast<float>(1 << PLACE(j * KBITS));
     }
   }
-
-#include "quantized_newest.metal"
+  // Each pool is written and read through one pointer: a compiler may assume that memory reached through one buffer
+  // argument, or through a const one, is not written through another.
+  auto k_pages = const_cast<device uint*>(k_pool);
+  auto v_pages = const_cast<device uint*>(v_pool);
+  if (fresh >= lo && fresh < hi) {
+    const int64_t page = static_cast<int64_t>(tables[sequence * max_blocks + fresh / BS]) * n_kv + kv_head;
+    for (int group = sg; group < K_GROUPS + V_GROUPS; group += SG) {
+      if (group < K_GROUPS) {
+        quantize_group<T, KBITS, D, GS, BS>(k_new + fresh_row * D, 1, k_pages + page * K_PAGE, fresh % BS, group, lane);
+      } else {
+        quantize_group<T, VBITS, DV, GS, BS>(v_new + fresh_row * DV, 1, v_pages + page * V_PAGE, fresh % BS, group - K_GROUPS, lane);
+      }
+    }
+    // The token is read below as its page holds it, so wait for the stores of this thread group.
+    threadgroup_barrier(mem_flags::mem_device);
+  }
 #endif
   const int first_chunk = lo / CHUNK;
   const int last_chunk = (hi - 1) / CHUNK;
@@ -449,25 +454,9 @@ if (lo < hi) {
           total = metal::fma(tg_l[(s * HS + share) * HG + h0 + r], weight, total);
           o = metal::fma(tg_o[((s * HS + share) * HR + r) * DV + dim], weight, o);
         }
-        const int64_t line = line0 + head * q_len;
-        if (dim == 0) {
-          stats[(line * n_partitions + partition) * 2] = top;
-          stats[(line * n_partitions + partition) * 2 + 1] = total;
-        }
-        if (SINGLE) {
-          // Same operations in the same order as merge_partitions with one live partition, so the bits are equal.
-          float all = top;
-          float denominator = 0.0f;
-          if (SINKS) {
-            const float sink = static_cast<float>(sinks[kv_head * G + head]) * LOG2E;
-            all = metal::max(top, sink);
-            denominator = metal::fast::exp2(sink - all);
-          }
-          const float weight = metal::fast::exp2(top - all);
-          denominator = metal::fma(total, weight, denominator);
-          o = metal::fma(o, weight, 0.0f) / denominator;
-        }
-        out[(line * n_partitions + partition) * DV + dim] = static_cast<O>(o);
+        const float sink = SINKS ? static_cast<float>(sinks[kv_head * G + head]) * LOG2E : 0.0f;
+        const int64_t at = (line0 + head * q_len) * n_partitions + partition;
+        store_result<O, DV, SINGLE, SINKS>(out, stats, at, dim, top, total, o, sink);
       }
     }
   }

@@ -3,7 +3,6 @@
 //   quantized_gather  (QUANTIZED)  dequantised keys and values, in packets of 4
 //   gather_rows       (ROWS)       quantised rows of D or DV words, unchanged, by words; the first KC or VC are codes
 // Grid: x = one thread per packet of one head's rows (rounded up), y = KV head, z = for pages keys or values.
-#pragma kernel
 const int n_kv = k_pool_shape[1];
 const int head = static_cast<int>(thread_position_in_grid.y);
 const int64_t item = static_cast<int64_t>(thread_position_in_grid.x);

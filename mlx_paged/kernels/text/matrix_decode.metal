@@ -2,7 +2,6 @@
 // query heads of a KV head are the rows of RT matrices, so a key or value is read, and dequantised, once for all of them.
 // Grid, results and partial results are the same; SG simdgroups split the tokens of a partition, KEYS at a time. Rows G
 // and after are zeros.
-#include "partitions.metal"
 // Join a simdgroup's maximum and sum of weights of a row into those of the simdgroups before it. The outputs
 // before are to be multiplied by `kept`, its own by `added`.
 struct JoinWeights {
@@ -17,7 +16,6 @@ inline JoinWeights join(thread float& top, thread float& total, float m, float l
   return by;
 }
 #if QUANTIZED
-#include "groups.metal"
 // Dequantise the eight codes from 8 * at on of a row into threadgroup memory, with the same bits as quantized_gather.
 template <typename T, int BITS, int DIM, int GS, int BS>
 inline void stage_codes(const device uint* pool, int64_t page, int slot, int at, threadgroup T* target) {
@@ -74,13 +72,10 @@ const int64_t line0 = static_cast<int64_t>(sequence * n_kv + kv_head) * G * q_le
 
 const int begin = metal::max(static_cast<int>(starts[query_row]), 0);
 const int end = static_cast<int>(ends[query_row]);
-// A row that ends at most FIRST tokens after its first partition begins has only that partition. A launch with only
-// such rows needs no merge.
-const bool is_short = FIRST > 0 && end - first_partition<PART>(begin) <= FIRST;
-const int size = is_short ? FIRST : partition_size<PART, SPAN>(end - begin);
-const int origin = first_partition<PART>(begin);
-const int lo = metal::max(begin, origin + partition * size);
-const int hi = metal::min(end, origin + partition * size + size);
+const Partitions partitions = partitions_of<PART, SPAN, FIRST>(begin, end);
+const int size = partitions.size;
+const int lo = metal::max(begin, partitions.origin + partition * size);
+const int hi = metal::min(end, partitions.origin + partition * size + size);
 // If params[2] is set (only with q_len 1), k_new and v_new hold the row's newest token. The thread group of its
 // partition stores it in its slot and reads it there.
 const int fresh = params[2] != 0.0f ? end - 1 : -1;
@@ -142,7 +137,22 @@ if (fresh >= lo && fresh < hi) {
   constexpr int FACTOR = static_cast<int>(sizeof(T));
   constexpr int K_PAGE = BS * (K_CODES + K_GROUPS * FACTOR / 2);
   constexpr int V_PAGE = BS * (V_CODES + V_GROUPS * FACTOR / 2);
-#include "quantized_newest.metal"
+  // Each pool is written and read through one pointer: a compiler may assume that memory reached through one buffer
+  // argument, or through a const one, is not written through another.
+  auto k_pages = const_cast<device uint*>(k_pool);
+  auto v_pages = const_cast<device uint*>(v_pool);
+  if (fresh >= lo && fresh < hi) {
+    const int64_t page = static_cast<int64_t>(tables[sequence * max_blocks + fresh / BS]) * n_kv + kv_head;
+    for (int group = sg; group < K_GROUPS + V_GROUPS; group += SG) {
+      if (group < K_GROUPS) {
+        quantize_group<T, KBITS, D, GS, BS>(k_new + fresh_row * D, 1, k_pages + page * K_PAGE, fresh % BS, group, lane);
+      } else {
+        quantize_group<T, VBITS, DV, GS, BS>(v_new + fresh_row * DV, 1, v_pages + page * V_PAGE, fresh % BS, group - K_GROUPS, lane);
+      }
+    }
+    // The token is read below as its page holds it, so wait for the stores of this thread group.
+    threadgroup_barrier(mem_flags::mem_device);
+  }
 #endif
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -360,25 +370,9 @@ for (int v = 0; v < DV / 8; v += KEYS / 8) {
         const JoinWeights by = join(top, total, tg_m[s * LINES + head], tg_l[s * LINES + head]);
         o = metal::fma(scores[s * LINES * KEYS + item], by.added, o * by.kept);
       }
-      const int64_t line = line0 + head * q_len;
-      if (dim == 0) {
-        stats[(line * n_partitions + partition) * 2] = top;
-        stats[(line * n_partitions + partition) * 2 + 1] = total;
-      }
-      if (SINGLE) {
-        // Same operations in the same order as merge_partitions with one live partition, so the bits are equal.
-        float all = top;
-        float denominator = 0.0f;
-        if (SINKS) {
-          const float sink = static_cast<float>(sinks[kv_head * G + head]) * LOG2E;
-          all = metal::max(top, sink);
-          denominator = metal::fast::exp2(sink - all);
-        }
-        const float weight = metal::fast::exp2(top - all);
-        denominator = metal::fma(total, weight, denominator);
-        o = metal::fma(o, weight, 0.0f) / denominator;
-      }
-      out[(line * n_partitions + partition) * DV + dim] = static_cast<O>(o);
+      const float sink = SINKS ? static_cast<float>(sinks[kv_head * G + head]) * LOG2E : 0.0f;
+      const int64_t at = (line0 + head * q_len) * n_partitions + partition;
+      store_result<O, DV, SINGLE, SINKS>(out, stats, at, dim, top, total, o, sink);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -1,9 +1,6 @@
 // Join the partitions of one line (sequence, query head, query position). The head's attention sink is added to the
 // denominator here.
 // Grid: x = line, SG simdgroups. Only partitions with visible tokens are read.
-#include "partitions.metal"
-
-#pragma kernel
 constexpr float NOTHING = -3.0e38f;
 constexpr float LOG2E = 1.44269504088896341f;
 
@@ -12,13 +9,10 @@ const int q_len = ends_shape[1];
 const int line = static_cast<int>(threadgroup_position_in_grid.x);
 const int lane = static_cast<int>(thread_index_in_simdgroup);
 const int sg = static_cast<int>(simdgroup_index_in_threadgroup);
-const int heads = partial_shape[0] / (ends_shape[0] * q_len);
+const int heads = partial_shape[1];
 const int row = line / (heads * q_len) * q_len + line % q_len;
 const int begin = metal::max(static_cast<int>(starts[row]), 0);
-const int end = static_cast<int>(ends[row]);
-const bool is_short = FIRST > 0 && end - first_partition<PART>(begin) <= FIRST;
-const int size = is_short ? FIRST : partition_size<PART, SPAN>(end - begin);
-const int n_live = begin < end ? (end - first_partition<PART>(begin) + size - 1) / size : 0;
+const int n_live = partitions_of<PART, SPAN, FIRST>(begin, static_cast<int>(ends[row])).count;
 const int64_t base = static_cast<int64_t>(line) * n_partitions;
 
 constexpr int ND = (DV + SG * 32 - 1) / (SG * 32);   // dims per thread

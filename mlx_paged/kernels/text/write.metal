@@ -6,11 +6,6 @@
 //                                 words of a row are codes
 // Grid: x = row, KV head, and for pages keys or values; one simdgroup each. (CUDA allows at most 65,535 groups in y; a
 // long prompt may have more rows.)
-#if QUANTIZED
-#include "groups.metal"
-#endif
-
-#pragma kernel
 const int n_kv = k_pool_shape[1];
 const int length = k_shape[2];
 const int lane = static_cast<int>(thread_position_in_grid.x) % 32;
@@ -42,29 +37,20 @@ if (slot >= 0) {
     v_target[at * DV + dim] = v[v_from + dim * v_strides[3]];
   }
 #elif QUANTIZED
-  constexpr int PER = GS / 32;
-  const int bits = is_value ? VBITS : KBITS;
-  const int groups = is_value ? DV / GS : D / GS;
-  const int code_words = groups * GS * bits / 32;
-  const int64_t page_words = BS * (code_words + 2 * groups * static_cast<int>(sizeof(T)) / 4);
-  const int offset = static_cast<int>(slot % BS);
-  auto page = const_cast<device uint*>(is_value ? v_pool : k_pool) + (slot / BS * n_kv + head) * page_words;
-  auto codes = page + offset * code_words;
-  auto factors = reinterpret_cast<device T*>(page + BS * code_words) + offset * 2 * groups;
-  auto source = is_value ? v : k;
-  const int64_t batch_stride = is_value ? v_strides[0] : k_strides[0];
-  const int64_t head_stride = is_value ? v_strides[1] : k_strides[1];
-  const int64_t row_stride = is_value ? v_strides[2] : k_strides[2];
-  const int64_t stride = is_value ? v_strides[3] : k_strides[3];
-  const int64_t from = row / length * batch_stride + head * head_stride + row % length * row_stride;
-  for (int group = 0; group < groups; group++) {
-    const int first = group * GS + lane * PER;
-    float x[PER];
-    UNROLL
-    for (int i = 0; i < PER; i++) {
-      x[i] = static_cast<float>(source[from + (first + i) * stride]);
+  const int64_t page = slot / BS * n_kv + head;
+  const int at = static_cast<int>(slot % BS);
+  if (is_value) {
+    constexpr int PAGE = BS * (DV * VBITS / 32 + DV / GS * static_cast<int>(sizeof(T)) / 2);
+    const int64_t from = row / length * v_strides[0] + head * v_strides[1] + row % length * v_strides[2];
+    for (int group = 0; group < DV / GS; group++) {
+      quantize_group<T, VBITS, DV, GS, BS>(v + from, v_strides[3], const_cast<device uint*>(v_pool) + page * PAGE, at, group, lane);
     }
-    store_group<T, PER>(x, bits, group, groups, lane, codes, factors);
+  } else {
+    constexpr int PAGE = BS * (D * KBITS / 32 + D / GS * static_cast<int>(sizeof(T)) / 2);
+    const int64_t from = row / length * k_strides[0] + head * k_strides[1] + row % length * k_strides[2];
+    for (int group = 0; group < D / GS; group++) {
+      quantize_group<T, KBITS, D, GS, BS>(k + from, k_strides[3], const_cast<device uint*>(k_pool) + page * PAGE, at, group, lane);
+    }
   }
 #elif ROWS
   const int words = is_value ? DV : D;

@@ -11,7 +11,6 @@ from tests.support import sampling_model
 from tests.support.cases import quick, slow
 from tests.support.kernels.drawn import reference_draw, threefry
 from tests.support.kernels.emulated_draws import use_emulator
-from tests.support.kernels.scratch import KernelKey
 from tests.support.msl import registers
 from tests.support.msl.emulator import EmuError
 
@@ -206,7 +205,7 @@ def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch, after: str)
 @pytest.mark.skipif(registers.compiler() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("dialect", slow("cuda", "metal"), ids=["NVIDIA", "Apple"])
 def test_kernel_does_not_spill_registers(dialect: str) -> None:
-    key: KernelKey = kernel_key(mx.bfloat16, dialect)
+    key = kernel_key(mx.bfloat16, dialect)
     found = registers.registers_of(key.body, key.constants, None if dialect == "cuda" else registers.REGISTERS)
     assert (found.stored, found.loaded) == (0, 0), found
     assert found.used <= 64, "1,024 threads have no more"

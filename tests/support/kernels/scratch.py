@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.build import Constants
-from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.quantized import QuantizedRows
 from mlx_paged.kernels.shared_runs import HEADER
 
@@ -19,52 +18,24 @@ MIN_DEVICE_ELEMENTS = 8
 Build = Callable[[str, Constants], Callable[..., list[mx.array]]]
 
 
-class KernelKey(NamedTuple):
-    """Everything that determines what MLX compiles.
-
-    Attributes:
-        body, constants: arguments of :func:`.build.build_kernel`.
-        small_inputs: inputs with fewer than 8 elements, of those whose size varies; empty on CUDA, where it does not
-            matter.
-    """
-
-    body: str
-    constants: Constants
-    small_inputs: tuple[str, ...] = ()
-
-
-def small_inputs_of(variant: Variant, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return :attr:`KernelKey.small_inputs` of a step of a variant, for inputs with these numbers of elements. Without
-    sinks, a placeholder of 4 elements is passed."""
-    if variant.backend == "cuda":
-        return ()
-    sizes = {**sizes, "sinks": sizes["sinks"] if variant.sinks else 4}
-    return tuple(name for name, size in sizes.items() if size < MIN_DEVICE_ELEMENTS)
-
-
-def launch_alone(key: KernelKey, build: Build) -> list[mx.array]:
-    """Launch a kernel on scratch arrays of a few KB to about 4 MB, with no tokens to attend to. The results are lazy
-    and meaningless."""
-    body = BODIES[key.body]
+def launch_alone(name: str, constants: Constants, build: Build, num_rows: int = MIN_DEVICE_ELEMENTS) -> list[mx.array]:
+    """Launch a kernel on scratch arrays of a few KB to about 4 MB, with no tokens to attend to; ``num_rows``: of logits
+    to draw from. The results are lazy and meaningless."""
+    body = BODIES[name]
     make = _merge if "JOIN" in body.variants else _SCRATCH[body.file]
-    given, options = make(_Kernel(key))
-    inputs = [given[name] for name in body.inputs]
-    return build(key.body, key.constants)(inputs=inputs, **options)
+    given, options = make(_Kernel(name, constants, num_rows))
+    return build(name, constants)(inputs=[given[name] for name in body.inputs], **options)
 
 
 class _Kernel:
-    """A kernel's constants, and which of its inputs are small."""
+    """A kernel's body and constants."""
 
-    def __init__(self, key: KernelKey) -> None:
-        self.constants = dict(key.constants)
-        self.body = key.body
-        self._small_inputs = key.small_inputs
+    def __init__(self, body: str, constants: Constants, num_rows: int) -> None:
+        self.constants = dict(constants)
+        self.body, self.num_rows = body, num_rows
 
     def __getitem__(self, name: str) -> Any:
         return self.constants[name]
-
-    def is_small(self, name: str) -> bool:
-        return name in self._small_inputs
 
     def pool(self, heads: int = 1) -> dict[str, mx.array]:
         """Return pools of one block, and a fence."""
@@ -98,16 +69,16 @@ _FENCE = ((1,), mx.uint32)
 
 
 def _decode(kernel: _Kernel) -> Scratch:
-    """Return one sequence of 1 or 8 queries that see nothing."""
-    q_len = 1 if kernel.is_small("ends") else MIN_DEVICE_ELEMENTS
-    kv_heads = -(-MIN_DEVICE_ELEMENTS // kernel["G"]) if kernel["SINKS"] and not kernel.is_small("sinks") else 1
+    """Return one sequence of 8 queries that see nothing."""
+    q_len = MIN_DEVICE_ELEMENTS
+    kv_heads = -(-MIN_DEVICE_ELEMENTS // kernel["G"]) if kernel["SINKS"] else 1
     heads, dtype, threads = kv_heads * kernel["G"], kernel["T"], kernel["SG"] * 32
     ends, lines = mx.zeros((1, q_len), mx.int32), heads * q_len
     q = mx.zeros((1, heads, q_len, kernel["D"]), dtype)
     given = {
         **kernel.pool(kv_heads),
         **{"q": q, "k_new": q, "v_new": q, "ends": ends, "starts": ends, "params": mx.zeros((5,))},
-        "tables": mx.zeros((1, 1 if kernel.is_small("tables") else MIN_DEVICE_ELEMENTS), mx.int32),
+        "tables": mx.zeros((1, MIN_DEVICE_ELEMENTS), mx.int32),
         "sinks": kernel.sinks(heads),
     }
     out = (1, heads, q_len, kernel["DV"])
@@ -116,7 +87,7 @@ def _decode(kernel: _Kernel) -> Scratch:
         given["arrivals"] = mx.zeros((max(MIN_DEVICE_ELEMENTS, kv_heads * q_len),), mx.uint32)
         return given, _options((kv_heads * threads, q_len, 1), threads, (out, dtype), ((1,), mx.float32), _FENCE)
     parts = 1 if kernel["SINGLE"] else 2
-    first = (out if kernel["SINGLE"] else (lines, parts, kernel["DV"]), kernel["O"])
+    first = ((1, heads, q_len, kernel["DV"] if kernel["SINGLE"] else parts * kernel["DV"]), kernel["O"])
     grid = (kv_heads * threads, q_len, parts)
     return given, _options(grid, threads, first, ((lines, parts, 2), mx.float32), _FENCE)
 
@@ -134,12 +105,11 @@ def _prefill(kernel: _Kernel) -> Scratch:
 
 
 def _merge(kernel: _Kernel) -> Scratch:
-    q_len = 1 if kernel.is_small("ends") else MIN_DEVICE_ELEMENTS
-    heads = 1 if kernel.is_small("stats") else 2 if kernel.is_small("sinks") else MIN_DEVICE_ELEMENTS
+    heads = q_len = MIN_DEVICE_ELEMENTS
     lines, dim, threads = heads * q_len, kernel["DV"], kernel["SG"] * 32
     ends = mx.zeros((1, q_len), mx.int32)
     given = {
-        **{"partial": mx.zeros((lines, 2, dim)), "stats": mx.zeros((lines, 2, 2))},
+        **{"partial": mx.zeros((1, heads, q_len, 2 * dim)), "stats": mx.zeros((lines, 2, 2))},
         **{"ends": ends, "starts": ends, "sinks": kernel.sinks(heads)},
     }
     return given, _options((lines * threads, 1, 1), threads, ((1, heads, q_len, dim), kernel["T"]))
@@ -147,7 +117,7 @@ def _merge(kernel: _Kernel) -> Scratch:
 
 def _write(kernel: _Kernel) -> Scratch:
     """Return rows with negative slots, which are not written."""
-    rows = 1 if kernel.is_small("slots") else MIN_DEVICE_ELEMENTS
+    rows = MIN_DEVICE_ELEMENTS
     given = {name: mx.zeros((1, 1, rows, kernel[dim]), kernel["T"]) for name, dim in (("k", "D"), ("v", "DV"))}
     given |= {**kernel.pool(), "slots": mx.full((rows,), -1, kernel["S"])}
     parts = 1 if kernel.body == "write_slots" else 2  # keys and values separately
@@ -156,7 +126,7 @@ def _write(kernel: _Kernel) -> Scratch:
 
 def _gather(kernel: _Kernel) -> Scratch:
     """Return a gather of one token of the only block."""
-    blocks = mx.zeros((1 if kernel.is_small("blocks") else MIN_DEVICE_ELEMENTS,), mx.int32)
+    blocks = mx.zeros((MIN_DEVICE_ELEMENTS,), mx.int32)
     given = {**kernel.pool(), "blocks": blocks, "span": mx.array([0, 1], mx.int32)}
     outputs = [((1, 1, 1, kernel[dim]), kernel["T"]) for dim in ("D", "DV")]
     return given, _options((256, 1, 1), 256, *outputs, _FENCE)
@@ -164,7 +134,7 @@ def _gather(kernel: _Kernel) -> Scratch:
 
 def _copy(kernel: _Kernel) -> Scratch:
     """Return copies of the only block onto itself."""
-    pairs = 1 if kernel.is_small("pairs") else MIN_DEVICE_ELEMENTS // 2
+    pairs = MIN_DEVICE_ELEMENTS // 2
     given = {**kernel.pool(), "pairs": mx.zeros((2, pairs), mx.int32)}
     packets = kernel["BS"] * max(kernel["D"], kernel["DV"]) // 4
     return given, _options((-(-packets // 256) * 256, 1, 1), 256, _FENCE)
@@ -186,7 +156,7 @@ def _product(kernel: _Kernel) -> Scratch:
 
 def _draw(kernel: _Kernel) -> Scratch:
     """Return rows with eight equal logits."""
-    rows, threads = 1 if kernel.is_small("positions") else MIN_DEVICE_ELEMENTS, kernel["SG"] * 32
+    rows, threads = kernel.num_rows, kernel["SG"] * 32
     given = {"x": mx.zeros((rows, 8), kernel["T"]), "params": mx.zeros((rows, 8))}
     given |= {"keys": mx.zeros((rows, 8), mx.uint32), "positions": mx.zeros((rows,), mx.uint32)}
     return given, _options((rows * threads, 1, 1), threads, ((rows,), kernel["O"]))

@@ -8,7 +8,7 @@ import numpy as np
 
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.bodies import BODIES, kernel_text, parts_of
+from mlx_paged.kernels.bodies import BODIES, kernel_text, parts_of, resolved, text_of
 from mlx_paged.kernels.launch_shape import (
     FUSED_BODIES,
     LATENT_BODIES,
@@ -96,14 +96,14 @@ class Emulated:
 def emulated(backend="metal", **options):
     """Run kernels.* on the emulator as if on `backend`, without trials; yield the Emulated."""
     fake = Emulated(**options)
-    real = kernels.build_kernel, kernels.backend
+    real = kernels.build_kernel, kernels.backend, kernel_build.backend
     kernels.variants_of.cache_clear()
     kernels.latent_variants_of.cache_clear()
-    kernels.build_kernel, kernels.backend = fake, lambda: backend
+    kernels.build_kernel, kernels.backend, kernel_build.backend = fake, lambda: backend, lambda: backend
     try:
         yield fake
     finally:
-        kernels.build_kernel, kernels.backend = real
+        kernels.build_kernel, kernels.backend, kernel_build.backend = real
         kernels.variants_of.cache_clear()
         kernels.latent_variants_of.cache_clear()
 
@@ -149,7 +149,7 @@ def tensor_helpers(body):
     """Return the functions of a body for tensor cores: the emulator's own prelude, and those of the body's file."""
     here, prelude = Path(__file__).parent, kernel_text("copy_blocks", "metal")[0]
     own = prelude.join((here / name).read_text() for name in ("tensor_cpu.hpp", "decode_cpu.hpp"))
-    return own + parts_of(body)[0]
+    return own + resolved(text_of("prelude.metal"), BODIES[body].variants) + parts_of(body)[0]
 
 
 def to_float(x):

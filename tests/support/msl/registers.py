@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from mlx_paged.cuda import launch
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.build import Constants
@@ -22,10 +21,6 @@ from tests.support.msl import emulator
 
 REGISTERS = 128
 _TYPES = kernel_build.TYPE_NAMES["cuda"]
-_INT_INPUTS = ("items", "tables", "ends", "starts", "tiles", "blocks", "span")
-_FLOAT_INPUTS = ("params", "sinks", "stats", "partial")
-_WORDS = ("fence", "arrivals", "keys", "positions")
-_OUTPUTS = {"stats": "float", "partial": "float", "fence_out": "uint32_t"}
 _SHAPES = (
     "q",
     "partial",
@@ -89,16 +84,13 @@ def registers_of_each(
 def kernel_of(body: str, constants: Constants, header: str, source: str) -> str:
     """Return a kernel with its parameters, without the headers that all kernels need."""
     known = dict(constants)
-    inputs, outputs = BODIES[body].inputs, BODIES[body].outputs
-    parameters = []
-    for name in inputs:
-        kind = "int" if name in _INT_INPUTS else "float" if name in _FLOAT_INPUTS else _TYPES[known["T"]]
-        is_words = name in _WORDS or launch._WORDS.get(name) in known
-        parameters.append(f"const {'uint32_t' if is_words else kind}* {name}")
-        parameters += [f"const __grid_constant__ Shape {name}_shape"] if name in _SHAPES else []
-    for name in outputs:
-        kind = _OUTPUTS.get(name) or _TYPES[known.get("O", known["T"])]
-        parameters.append(f"{kind}* {name}")
+    record, parameters = BODIES[body], []
+    for name in (*record.inputs, *record.outputs):
+        kind = record.type_of(name, known)
+        kind = _TYPES[known[kind]] if kind in known else kind
+        parameters.append(f"{'const ' * (name in record.inputs)}{kind}* {name}")
+        if name in record.inputs and name in _SHAPES:
+            parameters.append(f"const __grid_constant__ Shape {name}_shape")
     bounds = f"__launch_bounds__({32 * known['SG']}, {known['GROUPS']})" if "GROUPS" in known else ""
     return (
         f"{header}namespace mlx::core::cu {{\n"
