@@ -81,7 +81,6 @@ class DraftModel:
 
     Attributes:
         rows: rows that can have drafts, and their draft model caches.
-        budget_share: kept as long as the proposer: its pool's share of the model's budget.
 
     Raises:
         ConfigError: not all of the model's layers are paged.
@@ -105,7 +104,6 @@ class DraftModel:
         self.model, self.depth, self.prefixes = model, depth, prefixes
         self.num_draft_tokens = num_draft_tokens
         self.rows: dict[Request, DraftRow] = {}
-        self.budget_share: object = None
         self.pool: BlockPool = sequence.pool
         self._factory = factory
         # Behind a sliding window the writes of several steps cannot be undone, so they go to a fork.
