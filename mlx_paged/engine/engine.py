@@ -110,7 +110,13 @@ class Engine:
         self.keeps_tokens = any(getattr(cache, "keep", 0) for cache in leaves(fresh))
         if prefixes is not None and not self.keeps_tokens:
             prefixes.pool.lock.device.check()
-            self.sharing = Sharing(prefixes, self.requests, has_states=not self.all_paged, interval=state_interval)
+            self.sharing = Sharing(
+                prefixes,
+                self.requests,
+                lambda: self.scheduler.running,
+                has_states=not self.all_paged,
+                interval=state_interval,
+            )
             prefixes.pool.memory.keeps_states = not self.all_paged and bool(prefixes.pool.groups)
         chunk = min(prefill_step_size, most_step_tokens()) if self.packs else prefill_step_size
         self.memory = RequestMemory(batch, self.pool, factory, chunk=chunk, sharing=self.sharing)
@@ -381,8 +387,6 @@ class Engine:
         failure = RequestFailedError.without_frames(request.uid, error)
         self.scheduler.remove([request])
         self.batch.remove([request], keep_caches=False)
-        if self.sharing is not None:
-            self.sharing.forget(request)
         del self.requests[request.uid]
         self.failures.append(failure)
         request.release()

@@ -242,7 +242,7 @@ class RequestMemory(Memory):
                 return True
             request.caches = self._fresh()
             if self._sharing is not None:
-                request.length = request.confirmed = self._sharing.match(request)
+                request.length = self._sharing.match(request)
             if request.num_cached is None:
                 request.num_cached = request.length
             request.num_reported = max(request.num_reported, request.length)

@@ -209,7 +209,7 @@ class Scheduler:
         self.running.remove(request)
         self._num_running[request.options.client] -= 1
         request.prefill_end = max(request.prefill_end, request.length)
-        request.length = request.confirmed = request.kept
+        request.length = request.kept
         self.waiting.add(request)
         self._preempted.add(request)
         self.preemptions += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -37,6 +37,7 @@ class Sharing:
     Args:
         prefixes: the prefix cache.
         requests: the requests by uid, oldest first.
+        running: returns those that run.
         has_states: not all layers are paged: prefixes end at checkpoints.
         interval: tokens between checkpoints of a prompt; 0: only the other ones; None: by the size of the states.
     """
@@ -45,18 +46,17 @@ class Sharing:
         self,
         prefixes: SharedPrefixes,
         requests: Mapping[int, Request],
+        running: Callable[[], Sequence[Request]],
         *,
         has_states: bool = False,
         interval: int | None = None,
     ) -> None:
         self.prefixes, self.pool = prefixes, prefixes.pool  # the cache does not keep the pool alive
-        self.requests = requests
+        self.requests, self.running = requests, running
         self.has_states, self.interval = has_states, interval
         self._has_windows = any(group.spec.window is not None for group in self.pool.groups)
         # Whether prefixes are found only at the ends of chunks and segments.
         self.reuses_only_at_boundaries = has_states or self._has_windows
-        self._siblings: dict[_Start, dict[int, Request]] = {}  # running requests by how they begin, and by uid
-        self._starts: dict[int, _Start] = {}  # of running requests by uid, as of their admission
         # What waiting requests have found, with the version of the cache.
         self._found: weakref.WeakKeyDictionary[Request, tuple[int, Match]] = weakref.WeakKeyDictionary()
 
@@ -97,8 +97,6 @@ class Sharing:
     def match(self, request: Request) -> int:
         """Give the longest known prefix to a request that starts, whose caches are empty. Returns its length."""
         self._found.pop(request, None)
-        start = self._starts[request.uid] = self._start(request)
-        self._siblings.setdefault(start, {})[request.uid] = request
         longest = None if self.has_states else self._longest(request)
         if longest is not None:
             length, other = longest
@@ -133,16 +131,9 @@ class Sharing:
     def _running(self, request: Request) -> list[Request]:
         """Return the other running requests with the same salt and first block. None of them came with a cache, whose
         tokens are not known for certain."""
-        siblings = self._siblings.get(self._start(request), {})
-        return [each for each in siblings.values() if each is not request and each.caches]
-
-    def forget(self, request: Request) -> None:
-        """Forget a request that releases its blocks."""
-        start = self._starts.pop(request.uid, None)
-        if start is not None:
-            del self._siblings[start][request.uid]
-            if not self._siblings[start]:
-                del self._siblings[start]
+        start = self._start(request)
+        others = [each for each in self.running() if each is not request and each.caches and each.given is None]
+        return [each for each in others if self._start(each) == start]
 
     def _longest(self, request: Request) -> tuple[int, Request] | None:
         """Return the length of the longest prefix that a running request has computed, and that request."""
@@ -197,15 +188,13 @@ class Sharing:
             self._insert(request.cached_tokens(), request)
 
     def insert_delivered(self, request: Request) -> None:
-        """Keep the whole blocks of a request that releases its blocks before it has finished, as far as they are known
-        to have been computed. Checkpoints are kept as they are computed."""
-        self.forget(request)
+        """Keep the whole blocks of a request that releases its blocks before it has finished. Checkpoints are kept as
+        they are computed."""
         if request.caches is not None and not self.has_states:
-            self._insert(request.cached_tokens()[: request.confirmed], request)
+            self._insert(request.cached_tokens(), request)
 
     def insert_all(self, request: Request, tokens: Sequence[int]) -> None:
         """Keep all ``tokens`` of a finished request, which are in its cache."""
-        self.forget(request)
         if request.caches is not None and len(tokens) == request.length:
             self._insert(tokens, request)
 
