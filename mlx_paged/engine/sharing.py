@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
-
-import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
-from ..prefix.entry import Match, SavedStates
+from ..prefix.entry import Checkpoint, Match
 from ..prefix.prefix_cache import SharedPrefixes
+from ..warn import warn_once
 from .request import Request
 
 _Start = tuple[Hashable, tuple[int, ...]]  # the salt, and the tokens of the first block
@@ -118,8 +116,7 @@ class Sharing:
             assert checkpoint is not None
             fresh = leaves(request.caches)
             own = [cache for cache in fresh if not _is_paged(cache)]
-            is_saved = isinstance(checkpoint.caches, SavedStates)
-            parts = iter(checkpoint.caches.fill(own) if is_saved else copy.deepcopy(checkpoint.caches))
+            parts = iter(checkpoint.fill(own))
             request.caches = with_leaves(request.caches, [c if _is_paged(c) else next(parts) for c in fresh])
         if request.sequence is not None:
             request.sequence.take_over(table)
@@ -202,7 +199,7 @@ class Sharing:
         # If tokens of the cache that came with it are unknown, positions and tokens do not agree. A cache from a file
         # may begin inside a block of a window.
         if tokens and request.knows_history and not (self._has_windows and request.given is not None):
-            options, states = request.options, (lambda: _states_of(request)) if self.has_states else None
+            options, states = request.options, partial(_checkpoint_of, request) if self.has_states else None
             table = request.table or self.pool.table_over((), len(tokens))  # no layer is paged
             self.prefixes.insert(tokens, table, options.salt, states=states, keep=options.keep)
 
@@ -244,13 +241,10 @@ def _is_paged(cache: Any) -> bool:
     return isinstance(cache, PagedKVCache)
 
 
-def _states_of(request: Request) -> tuple[int, list[Any]]:
-    """Return copies of the request's caches that are not paged, and their bytes. Arrays that are views are copied as
-    well, because a view would keep the larger array alive."""
-    copies = copy.deepcopy([cache for cache in leaves(request.caches or []) if not _is_paged(cache)])
-    for cache in copies:
-        arrays = getattr(cache, "cache", None)
-        if isinstance(arrays, list):
-            cache.cache = [None if array is None else mx.contiguous(array) for array in arrays]
-    mx.eval([array for cache in copies for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)])
-    return sum(cache.nbytes for cache in copies), copies
+def _checkpoint_of(request: Request) -> Checkpoint | None:
+    """Return a checkpoint of the request's caches that are not paged, or None if their states cannot be kept."""
+    try:
+        return Checkpoint.of([cache for cache in leaves(request.caches or []) if not _is_paged(cache)])
+    except ValueError as error:
+        warn_once(f"prefixes are not shared: {error}")
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from ..errors import BlockStateError, PoolExhaustedError, check_device
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from .entry import Entry, SavedStates, is_saved, next_key, serves
+from .entry import Checkpoint, Entry, is_saved, next_key, serves
 from .prefix_cache import PrefixCache
 from .shelf import Shelf
 
@@ -62,14 +63,8 @@ class DiskTier:
                 read = _reader(pool, group, entry)
                 shelf.save(entry.key, f"kv{group}", entry.tokens, nbytes, read, wait=wait)
         if entry.checkpoint is not None and not shelf.has(entry.key, STATES):
-            caches = entry.checkpoint.caches
-            try:
-                saved = caches if isinstance(caches, SavedStates) else SavedStates.of(caches or ())
-            except ValueError as error:
-                shelf.warn(f"states are not written to {shelf.path}: {error}")
-                return
-            states = saved.arrays, saved.text
-            shelf.save(entry.key, STATES, entry.tokens, saved.nbytes, lambda: states, wait=wait)
+            states = entry.checkpoint.arrays, entry.checkpoint.text
+            shelf.save(entry.key, STATES, entry.tokens, entry.checkpoint.nbytes, lambda: states, wait=wait)
 
     # Coming back ----------------------------------------------------------------------------------------------
 
@@ -114,9 +109,8 @@ class DiskTier:
             return 0
         try:
             self._write_back(cache, table, num_held, firsts, loaded)
-            states = loaded.pop(STATES) if to_state else None
-            kept = None if states is None else (lambda: (states.nbytes, states))
-            done = cache.insert(tokens[: found.end], table, salt, states=kept)
+            states = partial(loaded.pop, STATES) if to_state else None
+            done = cache.insert(tokens[: found.end], table, salt, states=states)
             return found.end - match.length if done else 0
         except PoolExhaustedError:
             return 0
@@ -187,7 +181,7 @@ class DiskTier:
             read = self.shelf.load(found.links[-1][0], STATES, found.links[-1][1], {})
             if read is None:
                 return None
-            loaded[STATES] = SavedStates(read[1], read[0])
+            loaded[STATES] = Checkpoint(read[1], read[0])
         return loaded
 
     @staticmethod

@@ -31,18 +31,6 @@ def is_saved(salt: Hashable) -> bool:
     return isinstance(salt, tuple) and bool(salt) and isinstance(salt[0], SavedName)
 
 
-class Checkpoint(NamedTuple):
-    """States of layers without blocks: convolution tails and recurrent states.
-
-    Attributes:
-        nbytes: size of the states.
-        caches: the states, which are never written to, or caches from which they can be made.
-    """
-
-    nbytes: int
-    caches: Any
-
-
 class Entry:
     """One block of a prefix.
 
@@ -146,8 +134,9 @@ def serves(windows: Sequence[Window | None], block_size: int, length: int, is_he
     return True
 
 
-class SavedStates(NamedTuple):
-    """States of a checkpoint in the form of a file. They become caches when a sequence adopts them.
+class Checkpoint(NamedTuple):
+    """States of layers without blocks (convolution tails, recurrent states) at the end of a prefix, in the form of a
+    file. They become caches when a sequence adopts them.
 
     Attributes:
         text: JSON list of each cache's class and state, with names in place of arrays.
@@ -158,10 +147,15 @@ class SavedStates(NamedTuple):
     arrays: dict[str, mx.array]
 
     @classmethod
-    def of(cls, caches: Sequence[Any]) -> SavedStates:
-        """Return the states of caches that have mlx-lm's attribute ``state``."""
+    def of(cls, caches: Sequence[Any]) -> Checkpoint:
+        """Return a copy of the states of caches that have mlx-lm's attribute ``state``.
+
+        Raises:
+            ValueError: a state has something other than arrays, numbers, texts, lists and tuples.
+        """
         arrays: dict[str, mx.array] = {}
         described = [[type(cache).__name__, _described(cache.state, arrays)] for cache in caches]
+        mx.eval(arrays)
         return cls(json.dumps(described), arrays)
 
     @property
@@ -186,22 +180,18 @@ class SavedStates(NamedTuple):
 def _described(value: Any, arrays: dict[str, mx.array]) -> Any:
     if isinstance(value, mx.array):
         name = f"s{len(arrays)}"
-        arrays[name] = value
+        arrays[name] = mx.contiguous(value)  # a view would keep the larger array alive
         return {"array": name}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_described(each, arrays) for each in value]
-    if isinstance(value, tuple):
-        return {"tuple": [_described(each, arrays) for each in value]}
     if value is None or isinstance(value, str | int | float):
         return value
-    raise ValueError(f"a state with {type(value).__name__} cannot be written")
+    raise ValueError(f"a state with {type(value).__name__} cannot be kept")
 
 
 def _value(described: Any, arrays: dict[str, mx.array]) -> Any:
     if isinstance(described, dict):
-        if "array" in described:
-            return mx.array(arrays[described["array"]])  # a copy: caches write into their arrays
-        return tuple(_value(each, arrays) for each in described["tuple"])
+        return mx.array(arrays[described["array"]])  # a copy: caches write into their arrays
     if isinstance(described, list):
         return [_value(each, arrays) for each in described]
     return described

@@ -6,13 +6,15 @@ import copy
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
+from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..by_model import ByModel
 
@@ -38,8 +40,8 @@ def model_identity(model: nn.Module, config: Any = None) -> str:
     texts = [f"format {FORMAT}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}", _as_json(config)]
     for path, module in sorted(model.named_modules(), key=lambda named: named[0]):
         texts.append(f"{path}: {type(module).__module__}.{type(module).__qualname__} {_as_json(_plain(module))}")
-        for name, x in _arrays(dict(module)):
-            texts.append(f"{path}.{name}: {x.dtype} {x.shape} {_checksum(x)}")
+    for name, x in sorted(tree_flatten(model), key=itemgetter(0)):
+        texts.append(f"{name}: {x.dtype} {x.shape} {_checksum(x)}" if isinstance(x, mx.array) else f"{name}: {x!r}")
     return digest_of(texts)
 
 
@@ -61,16 +63,6 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 def _as_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=lambda other: type(other).__qualname__)
-
-
-def _arrays(values: Any, name: str = "") -> Iterator[tuple[str, mx.array]]:
-    """Yield the arrays in a module's attributes, including nested lists and dicts, but not nested modules."""
-    if isinstance(values, mx.array):
-        yield name, values
-    elif isinstance(values, dict | list | tuple) and not isinstance(values, nn.Module):
-        items = values.items() if isinstance(values, dict) else enumerate(values)
-        for key, value in sorted(items, key=lambda item: str(item[0])):
-            yield from _arrays(value, f"{name}.{key}")
 
 
 def _checksum(x: mx.array) -> list[int]:

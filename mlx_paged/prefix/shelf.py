@@ -27,8 +27,7 @@ MAGIC = b"mlx_paged prefix 3\n"
 DIGEST_BYTES = 32
 STALE_SECONDS = 3600
 NAME = re.compile(r"[0-9a-f]{32}\.(kv[0-9]+|states)")
-# Temporary files, and files of earlier versions, which cannot be used.
-USELESS = re.compile(r"(\.[0-9]+-[0-9]+|[0-9a-f]{32}-[0-9a-f]{32})\.(safetensors|tmp)")
+TEMPORARY = re.compile(r"\.[0-9]+-[0-9]+\.tmp")
 
 Expected = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype of each array that a file must hold
 
@@ -44,9 +43,8 @@ class Shelf:
     contents, so a file that is truncated, altered or renamed is not used but deleted, with one warning. Nothing is
     synced to disk: a file torn by a power cut is not served.
 
-    Folder and files are private (0700, 0600) from their creation, whatever the umask. An existing folder that others
-    can read is made private if it holds nothing but such files; this user's files that others can read are made
-    private, too. Files of other users, links and everything else are ignored.
+    Folder and files are private (0700, 0600) from their creation; an existing folder stays as it is. Files of other
+    users, links and everything else are ignored.
 
     Args:
         path: the folder, created if missing.
@@ -76,43 +74,24 @@ class Shelf:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._waiting: dict[bytes, memoryview] = {}  # to be written
         self._waiting_bytes = 0
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self.path.mkdir(mode=0o700)
-            self.path.chmod(0o700)  # the umask may have taken permissions from the owner
-        except FileExistsError:
-            self._make_private()
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._list()
         self._enforce_limit()
 
-    def _make_private(self) -> None:
-        mode = self.path.stat()
-        if not mode.st_mode & 0o077:
-            return
-        is_ours = mode.st_uid == os.geteuid() and not mode.st_mode & stat.S_ISVTX
-        if is_ours and all(NAME.fullmatch(name) or USELESS.fullmatch(name) for name in os.listdir(self.path)):
-            self.path.chmod(stat.S_IMODE(mode.st_mode) & ~0o077)
-            text = f"{self.path} was accessible to other users; now only its owner can access it"
-        else:
-            text = f"{self.path} is accessible to other users; the files written there are not"
-        warnings.warn(f"mlx_paged: {text}", ShelfWarning, stacklevel=4)
-
     def _list(self) -> None:
-        """Index the files in the folder. Useless ones that are an hour old, which no process is writing any more, are
+        """Index the files in the folder. Temporary ones that are an hour old, which no process is writing any more, are
         deleted."""
         found: list[tuple[int, bytes, int]] = []
         with os.scandir(self.path) as listed:
             for entry in listed:
                 is_named = NAME.fullmatch(entry.name)
-                if not (is_named or USELESS.fullmatch(entry.name)):
+                if not (is_named or TEMPORARY.fullmatch(entry.name)):
                     continue
                 try:
                     status = entry.stat(follow_symlinks=False)
                     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                         self.warn(f"{entry.path} was ignored: not a file of this user")
                     elif is_named:
-                        if status.st_mode & 0o077:
-                            os.close(self._open(entry.name))
                         found.append((status.st_mtime_ns, _index_of(entry.name), status.st_size))
                     elif time.time() - status.st_mtime > STALE_SECONDS:
                         os.unlink(entry.path)
@@ -198,7 +177,6 @@ class Shelf:
             temporary.unlink(missing_ok=True)  # left by an earlier process with this id
             descriptor = os.open(temporary, flags, 0o600)
             with open(descriptor, "wb") as file:
-                os.fchmod(descriptor, 0o600)
                 _fill(file, data)
             temporary.replace(self.path / name)
         finally:
@@ -259,15 +237,12 @@ class Shelf:
             return file.read(self._sizes.get(index, 0) + 1)
 
     def _open(self, name: str) -> int:
-        """Return a descriptor of a file of this user, which is made private. Follows no link, and does not wait for the
-        writer of a pipe."""
+        """Return a descriptor of a file of this user. Follows no link, and does not wait for the writer of a pipe."""
         descriptor = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise OSError("not a file of this user")
-            if status.st_mode & 0o077:
-                os.fchmod(descriptor, 0o600)
         except BaseException:
             os.close(descriptor)
             raise
