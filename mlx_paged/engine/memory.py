@@ -159,9 +159,9 @@ class RequestMemory(Memory):
         if not self._budget.holds(request.prefill_end + 2 - kept, table):
             raise RequestTooLargeError(request.prefill_end + 1)
 
-    def fits(self, growth: Growth) -> bool:
+    def fits(self, growth: Growth, *, for_drafts: bool = False) -> bool:
         """See :meth:`.scheduler.Memory.fits`. Caches of finished requests that nobody has read are dropped, if
-        necessary."""
+        necessary, but not for drafts."""
         budget = self._budget
         if budget is None:
             return True
@@ -170,25 +170,16 @@ class RequestMemory(Memory):
             return True  # asked in every step; blocks are mostly plentiful, and no table is looked at
         # Listed before finished caches are freed: prefix blocks that one of them shared would then count as taken over,
         # plus a copy of the last one, for which a request that just fits the budget has no room.
-        listed = [self._append_of(request, num_tokens, self._sharing) for request, num_tokens in growth]
+        listed = [self._append_of(request, num_tokens) for request, num_tokens in growth]
         while not budget.fits(listed):
-            if not self.drop_finished():
+            if for_drafts or not self.drop_finished():
                 return False
         return True
 
-    def has_room(self, growth: Growth) -> bool:
-        """Return whether running requests can grow by these tokens. Unused prefixes count as room; nothing is
-        dropped."""
-        budget = self._budget
-        if budget is None:
-            return True
-        most = sum(budget.most_blocks(num_tokens) for _, num_tokens in growth)
-        return budget.has_blocks(most) or budget.fits([self._append_of(request, n) for request, n in growth])
-
-    def _append_of(self, request: Request, num_tokens: int, sharing: Sharing | None = None) -> Append:
+    def _append_of(self, request: Request, num_tokens: int) -> Append:
         """Return the append of a request's next tokens, those of a cached prefix included. A cache that it came with is
-        forked, not written to. ``sharing`` finds the prefix of a request that has not started."""
-        is_forked = request.caches is None and request.given is not None
+        forked, not written to."""
+        sharing, is_forked = self._sharing, request.caches is None and request.given is not None
         if request.sequence is not None or sharing is None:
             return Append(request.table, num_tokens, is_forked)
         cached = min(sharing.available(request), num_tokens - 1)
@@ -259,7 +250,7 @@ class RequestMemory(Memory):
         if request in self._batch.members:
             self._batch.suspend(request)
         if self._sharing is not None:
-            self._sharing.insert_delivered(request)
+            self._sharing.insert(request, finished=False)
         request.release()
         if self._pool is not None and has_computed:
             self._pool.preemptions += 1

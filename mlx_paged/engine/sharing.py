@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,22 +35,24 @@ class Sharing:
     Args:
         prefixes: the prefix cache.
         requests: the requests by uid, oldest first.
-        running: returns those that run.
         has_states: not all layers are paged: prefixes end at checkpoints.
         interval: tokens between checkpoints of a prompt; 0: only the other ones; None: by the size of the states.
+
+    Attributes:
+        running: the scheduler's list of running requests.
     """
 
     def __init__(
         self,
         prefixes: SharedPrefixes,
         requests: Mapping[int, Request],
-        running: Callable[[], Sequence[Request]],
         *,
         has_states: bool = False,
         interval: int | None = None,
     ) -> None:
         self.prefixes, self.pool = prefixes, prefixes.pool  # the cache does not keep the pool alive
-        self.requests, self.running = requests, running
+        self.requests = requests
+        self.running: Sequence[Request] = ()
         self.has_states, self.interval = has_states, interval
         self._has_windows = any(group.spec.window is not None for group in self.pool.groups)
         # Whether prefixes are found only at the ends of chunks and segments.
@@ -129,7 +131,7 @@ class Sharing:
         """Return the other running requests with the same salt and first block. None of them came with a cache, whose
         tokens are not known for certain."""
         start = self._start(request)
-        others = [each for each in self.running() if each is not request and each.caches and each.given is None]
+        others = [each for each in self.running if each is not request and each.caches and each.given is None]
         return [each for each in others if self._start(each) == start]
 
     def _longest(self, request: Request) -> tuple[int, Request] | None:
@@ -184,16 +186,11 @@ class Sharing:
         if not self.has_states or request.is_prefilled or request.length in request.boundaries:
             self._insert(request.cached_tokens(), request)
 
-    def insert_delivered(self, request: Request) -> None:
-        """Keep the whole blocks of a request that releases its blocks before it has finished. Checkpoints are kept as
-        they are computed."""
-        if request.caches is not None and not self.has_states:
+    def insert(self, request: Request, *, finished: bool) -> None:
+        """Keep what a request that releases its blocks has computed: whole blocks, and with states, of a finished one,
+        a checkpoint at its end."""
+        if request.caches is not None and (finished or not self.has_states):
             self._insert(request.cached_tokens(), request)
-
-    def insert_all(self, request: Request, tokens: Sequence[int]) -> None:
-        """Keep all ``tokens`` of a finished request, which are in its cache."""
-        if request.caches is not None and len(tokens) == request.length:
-            self._insert(tokens, request)
 
     def _insert(self, tokens: Sequence[int], request: Request) -> None:
         # If tokens of the cache that came with it are unknown, positions and tokens do not agree. A cache from a file
