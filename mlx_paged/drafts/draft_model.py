@@ -15,10 +15,9 @@ from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
 from ..engine.interfaces import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
 from ..engine.request import Request, sequence_of
-from ..errors import ConfigError, PoolExhaustedError, check_device
+from ..errors import ConfigError, PoolExhaustedError
 from ..kv.pool import BlockPool
 from ..prefix.prefix_cache import SharedPrefixes
-from ..warn import warn_once
 from .depth import TRIAL_CONTEXT, Acceptance, Candidate, Depth
 
 # Most tokens of a row that its first draft step computes besides its next one: those since its last draft. Of more (a
@@ -132,11 +131,8 @@ class DraftModel:
                 continue
             tokens, salt = self._shared(row)
             tokens = tokens[: max(0, own.end - self.first_position)]
-            try:
-                if tokens and own.sequence.length == len(tokens):  # nothing was skipped
-                    self.prefixes.insert(tokens, own.sequence.table, salt)
-            except Exception as error:  # no request depends on the prefix of drafts
-                self._warn(error)
+            if tokens and own.sequence.length == len(tokens):  # nothing was skipped
+                self.prefixes.insert(tokens, own.sequence.table, salt)
             own.release()
 
     def _shared(self, row: Request) -> tuple[list[int], Hashable]:
@@ -182,10 +178,6 @@ class DraftModel:
             return self._draft(rows, chosen, inputs, vocab_size)
         except (NoBlocksError, PoolExhaustedError):
             return None
-        except Exception as error:  # no request depends on a draft
-            self._warn(error)
-            self.remove([rows[index] for index in chosen])
-            return None
 
     @property
     def seconds_saved(self) -> float:
@@ -215,19 +207,12 @@ class DraftModel:
         """
         return self.model(tokens, cache=layers), None
 
-    def _warn(self, error: Exception) -> None:
-        check_device(error)
-        what = f"the draft model {type(self.model).__module__} failed; requests go on without its drafts"
-        warn_once(f"{what}: {type(error).__name__}: {error}")
-
     def _reserve(self, tables: Batch, rows: Sequence[Request]) -> None:
         """Reserve positions. If a row finds no block, it gets no more drafts, and NoBlocksError is raised."""
         try:
             tables.reserve()
         except NoBlocksError as lack:
             self.remove([rows[lack.row]])
-            if not isinstance(lack.error, PoolExhaustedError):
-                self._warn(lack.error)
             raise
 
     def _is_ready(self, row: Request) -> bool:
@@ -252,9 +237,7 @@ class DraftModel:
             try:
                 self.forward(mx.array(tokens, mx.uint32)[None], own.caches, [Span(row, own.end, own.end + count)])
                 mx.eval(self.pool.ready())
-            except Exception as error:
-                if not isinstance(error, PoolExhaustedError):
-                    self._warn(error)
+            except PoolExhaustedError:
                 self.remove([row])
                 continue
             own.end += count

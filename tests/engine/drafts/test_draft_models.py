@@ -9,8 +9,7 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
-from mlx_paged import ConfigError, PagedConfig
-from mlx_paged.cache.batch import Batch, NoBlocksError
+from mlx_paged import ConfigError, PagedConfig, RequestFailedError
 from mlx_paged.drafts.depth import Depth
 from mlx_paged.drafts.draft_model import DraftModel
 from mlx_paged.engine.request import RequestOptions
@@ -278,26 +277,20 @@ def test_unsupported_pairs_of_model_and_draft_model_are_refused() -> None:
     assert mlx_paged.pool_of(llama).memory_budget == budget
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(DraftModel, "_first_step"), (Batch, "reserve"), (SharedPrefixes, "insert")]
-)
-def test_failing_draft_model_is_left_out(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails in its fourth call, when it takes blocks for drafts, or when its prefixes are cached."""
-    expected = solos("llama")
+def test_error_of_the_draft_model_fails_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     model, draft = model_of("llama"), noisy("llama", 0.01)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    calls, original = iter(range(10_000)), getattr(owner, name)
 
-    def failing(self: Any, *arguments: Any) -> Any:
-        is_drafts = owner is not Batch or self.pool is mlx_paged.pool_of(draft)
-        if is_drafts and (owner is SharedPrefixes or next(calls) == 3):
-            raise NoBlocksError(0, ValueError("no more")) if owner is Batch else ValueError("no more")
-        return original(self, *arguments)
+    def failing(*_: object) -> None:
+        raise ValueError("of its own")
 
-    monkeypatch.setattr(owner, name, failing)
-    with pytest.warns(mlx_paged.NotPagedWarning, match="failed; .*: ValueError: no more"):
-        outcomes, gen = drafted(model, draft, [p for p, _, _ in expected], [TOKENS] * 3)
-    assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens, _ in expected]
+    monkeypatch.setattr(DraftModel, "_first_step", failing)
+    gen = drafting_generator(model, draft)
+    for _ in gen.insert(prompts_of("llama", (5, 20)), [TOKENS] * 2):
+        with pytest.raises(RequestFailedError, match="of its own"):
+            while gen.next() != ([], []):
+                pass
+    assert gen.next() == ([], [])
     check_nothing_left(gen, model, draft)
 
 
