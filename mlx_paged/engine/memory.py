@@ -82,15 +82,12 @@ class PoolBudget:
         most = self.pool.memory.capacities(budget)
         return all(count <= blocks for count, blocks in zip(counts, most, strict=True))
 
-    def most_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks of each group that an append of ``num_tokens`` tokens takes: a copy of a shared last
-        block that has room for one token, and blocks for the rest."""
-        return -(-(num_tokens - 1) // self.pool.block_size) + 1
-
-    def has_blocks(self, num_blocks: int) -> bool:
-        """Return whether each group can provide ``num_blocks`` blocks if unused prefixes are evicted."""
+    def has_plenty(self, counts: Iterable[int]) -> bool:
+        """Return whether each group has blocks for appends of so many tokens whatever their tables hold: a copy of a
+        shared last block that has room for one token, and blocks for the rest. Looks at no table."""
         self.pool.lock.collect()
-        return self.pool.memory.can_provide([num_blocks] * len(self.pool.groups))
+        most = 1 + sum(-(-(count - 1) // self.pool.block_size) + 1 for count in counts)
+        return self.pool.memory.can_provide([most] * len(self.pool.groups))
 
     def fits(self, growth: Sequence[Append]) -> bool:
         """Return whether all these appends fit together, in any order. If they do not at first, blocks that they would
@@ -165,9 +162,8 @@ class RequestMemory(Memory):
         budget = self._budget
         if budget is None:
             return True
-        most = sum(budget.most_blocks(num_tokens) for _, num_tokens in growth) + 1
-        if budget.has_blocks(most):
-            return True  # asked in every step; blocks are mostly plentiful, and no table is looked at
+        if budget.has_plenty(num_tokens for _, num_tokens in growth):
+            return True  # asked in every step; blocks are mostly plentiful
         # Listed before finished caches are freed: prefix blocks that one of them shared would then count as taken over,
         # plus a copy of the last one, for which a request that just fits the budget has no room.
         listed = [self._append_of(request, num_tokens) for request, num_tokens in growth]

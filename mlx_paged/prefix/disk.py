@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..device import confirm, device_errors
-from ..errors import BlockStateError, PoolExhaustedError, check_device
+from ..errors import BlockStateError, PoolExhaustedError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
@@ -113,12 +113,6 @@ class DiskTier:
             done = cache.insert(tokens[: found.end], table, salt, states=states)
             return found.end - match.length if done else 0
         except PoolExhaustedError:
-            return 0
-        except Exception as error:
-            check_device(error)
-            for key, _ in found.links:  # the files are intact, but do not fit this pool
-                self.shelf.forget(key, [STATES, *(f"kv{group}" for group in range(len(cache.windows)))])
-            self.shelf.warn(f"prefix files in {self.shelf.path} do not match the model: {error}")
             return 0
         finally:
             cache.pool.release_table(table)

@@ -6,11 +6,11 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..kv.allocator import NULL_BLOCK
 from ..kv.geometry import Window
 
 
@@ -31,6 +31,7 @@ def is_saved(salt: Hashable) -> bool:
     return isinstance(salt, tuple) and bool(salt) and isinstance(salt[0], SavedName)
 
 
+@dataclass(eq=False, slots=True)
 class Entry:
     """One block of a prefix.
 
@@ -48,38 +49,22 @@ class Entry:
         stays_in_memory: never written to disk: a token stands for an image, or the salt has no meaning there.
     """
 
-    __slots__ = (
-        "before",
-        "blocks",
-        "checkpoint",
-        "end",
-        "key",
-        "num_children",
-        "parent",
-        "stays_in_memory",
-        "tokens",
-        "used_at",
-    )
+    before: bytes
+    key: bytes
+    parent: Entry | None
+    tokens: tuple[int, ...]
+    blocks: list[int]
+    stays_in_memory: bool
+    num_children: int = 0
+    used_at: float = 0.0
+    checkpoint: Checkpoint | None = None
+    end: int = field(init=False)
 
-    def __init__(
-        self,
-        before: bytes,
-        key: bytes,
-        parent: Entry | None,
-        tokens: tuple[int, ...],
-        num_groups: int,
-        *,
-        stays_in_memory: bool,
-    ) -> None:
-        self.before, self.key, self.parent, self.tokens = before, key, parent, tokens
-        self.end: int = len(tokens) + (0 if parent is None else parent.end)
-        self.blocks = [NULL_BLOCK] * num_groups
-        self.num_children = 0
-        self.used_at = 0.0
-        self.checkpoint: Checkpoint | None = None
+    def __post_init__(self) -> None:
+        parent = self.parent
+        self.end = len(self.tokens) + (0 if parent is None else parent.end)
         # An image's id is a negative hash of its URL: the URL may show another image after a restart.
-        of_parent = parent is not None and parent.stays_in_memory
-        self.stays_in_memory: bool = stays_in_memory or min(tokens) < 0 or of_parent
+        self.stays_in_memory |= min(self.tokens) < 0 or (parent is not None and parent.stays_in_memory)
 
     def path(self) -> list[Entry]:
         """Return the entries of the prefix that ends here, this one last."""

@@ -256,7 +256,8 @@ class PrefixCache:
             if entry is not None and entry.tokens != part:
                 return  # another prefix has the same hash
             if entry is None:
-                entry = Entry(before, key, parent, part, len(self.windows), stays_in_memory=not is_saved(salt))
+                nothing = [NULL_BLOCK] * len(self.windows)
+                entry = Entry(before, key, parent, part, nothing, stays_in_memory=not is_saved(salt))
                 self._hold(entry, table, low // self.block_size)
                 self.entries[key] = entry
                 if len(part) < self.block_size:

@@ -248,11 +248,6 @@ class Shelf:
             raise
         return descriptor
 
-    def forget(self, key: bytes, parts: Sequence[str]) -> None:
-        """Leave files on disk, but do not find them again."""
-        for part in parts:
-            self._forget(key + part.encode())
-
     def _forget(self, index: bytes) -> None:
         with self._lock:
             self.nbytes -= self._sizes.pop(index, 0)

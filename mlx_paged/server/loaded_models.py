@@ -39,7 +39,7 @@ from ..patches.patch import fingerprint
 from ..patches.samplers import processors_of, sampler_of
 from ..patches.sharded import sharded_load
 from ..prefix.disk import DiskTier
-from ..prefix.identity import identity_of, noting_configs
+from ..prefix.identity import identity_of
 from ..prefix.prefix_cache import SharedPrefixes
 from ..prefix.shelf import Shelf
 from ..ranks.ranks import Ranks
@@ -143,10 +143,10 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
     options: dict[str, Any] = {"tokenizer_config": tokenizer_config, "return_config": True}
     options["trust_remote_code"] = cli_args.trust_remote_code
     if group is not None:
-        load = explain_load_errors(noting_configs(sharded_load))
+        load = explain_load_errors(sharded_load)
         model, tokenizer, config = load(path, tensor_group=group, **options)
     else:
-        load = explain_load_errors(noting_configs(utils.load))
+        load = explain_load_errors(utils.load)
         model, tokenizer, config = load(path, adapter_path=adapter, lazy=True, **options)
     if cli_args.use_default_chat_template and tokenizer.chat_template is None:
         tokenizer.chat_template = tokenizer.default_chat_template
