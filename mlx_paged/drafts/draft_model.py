@@ -13,7 +13,7 @@ from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
-from ..engine.interfaces import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
+from ..engine.interfaces import MOST_TOKENS, Proposal, most_drafts, num_known
 from ..engine.request import Request, sequence_of
 from ..errors import ConfigError, PoolExhaustedError
 from ..kv.pool import BlockPool
@@ -154,7 +154,7 @@ class DraftModel:
     # Proposing ------------------------------------------------------------------------------------------------
 
     def propose(
-        self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
+        self, rows: Sequence[Request], inputs: mx.array, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
         """Return the draft model's most likely tokens; see :meth:`..engine.interfaces.Proposer.propose`."""
         for row in list(self._num_drafted):  # drafts that were not verified
@@ -218,12 +218,12 @@ class DraftModel:
     def _is_ready(self, row: Request) -> bool:
         return row in self.rows and num_known(row) - self.rows[row].end <= MOST_BEHIND
 
-    def _catch_up(self, rows: Sequence[Request], inputs: NextTokens) -> None:
+    def _catch_up(self, rows: Sequence[Request], inputs: mx.array) -> None:
         """Compute up to :data:`CHUNK` tokens of rows that the draft model lacks, and note their time."""
         behind = [row for row in rows if not self._is_ready(row)]
         if not behind:
             return
-        mx.eval(inputs.array)  # keeps the step under way out of that time
+        mx.eval(inputs)  # keeps the step under way out of that time
         begin, left = self.depth.clock(), CHUNK
         for row in behind:
             if left <= 0:
@@ -243,7 +243,7 @@ class DraftModel:
             own.end += count
         self.depth.note_prompt(self.depth.clock() - begin, CHUNK - left)
 
-    def _draft(self, rows: Sequence[Request], chosen: dict[int, int], inputs: NextTokens, vocab_size: int) -> Proposal:
+    def _draft(self, rows: Sequence[Request], chosen: dict[int, int], inputs: mx.array, vocab_size: int) -> Proposal:
         own = [self.rows[rows[index]] for index in chosen]
         indices, depth = list(chosen), max(chosen.values())
         self.depth.note_proposed(sum(chosen.values()))
@@ -277,7 +277,7 @@ class DraftModel:
         return Proposal(counts, mx.concatenate(parts))
 
     def _first_step(
-        self, rows: Sequence[Request], indices: list[int], inputs: NextTokens
+        self, rows: Sequence[Request], indices: list[int], inputs: mx.array
     ) -> tuple[mx.array, mx.array | None]:
         """Compute the tokens that rows got since the last draft step, and their next tokens. Returns the logits after
         these, ``[R, vocab]``, and ``before`` for the next call."""
@@ -286,14 +286,13 @@ class DraftModel:
         ends: list[int] = []
         for index, each in zip(indices, own, strict=True):
             flat += _tokens(rows[index], each.end, num_known(rows[index]))
-            flat.append(0 if inputs.known is None else inputs.known[index])
+            flat.append(0)  # the next token, which the host may not know
             ends.append(len(flat) - 1)
-        tokens = mx.array(flat, mx.uint32)
-        if inputs.known is None:
-            if len(flat) == len(rows):
-                tokens = inputs.array
-            else:
-                tokens[mx.array(ends)] = inputs.array[mx.array(indices)].astype(mx.uint32)
+        if len(flat) == len(indices) == len(rows):
+            tokens = inputs
+        else:
+            tokens = mx.array(flat, mx.uint32)
+            tokens[mx.array(ends)] = inputs[mx.array(indices)].astype(mx.uint32)
         counts = [end - begin for begin, end in zip([-1, *ends], ends, strict=False)]
         tables = Batch(self.pool, [each.sequence for each in own], counts, as_rows=True)
         self._reserve(tables, [rows[index] for index in indices])

@@ -28,7 +28,7 @@ SHARDED = tuple(
 )
 
 _lock = threading.Lock()
-_connected: dict[tuple[int, int], Ranks] = {}  # by rank and size
+_connected: list[Ranks] = []  # at most one: there is one group of all processes
 
 
 def parse_timeout(text: str | float) -> float:
@@ -53,12 +53,11 @@ def connect(group: Any, timeout: float | None = None) -> Ranks:
         RankError: the ranks could not connect. ConfigError: the variable is invalid.
     """
     with _lock:
-        key = (group.rank(), group.size())
-        if key not in _connected:
+        if not _connected:
             if timeout is None:
                 timeout = parse_timeout(os.environ.get(VARIABLE) or RANK_TIMEOUT)
-            _connected[key] = Ranks(group, timeout)
-        return _connected[key]
+            _connected.append(Ranks(group, timeout))
+        return _connected[0]
 
 
 def group_of(model: Any) -> Any | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...drafts.depth import new_depth
 from ...drafts.draft_model import DraftModel, is_paged
-from ...drafts.look_up import look_up_of
+from ...drafts.look_up import LookUp, depth_of
 from ...drafts.prediction_head import PredictionHead
 from ...engine.decode_batch import DecodeBatch
 from ...engine.draft_steps import NO_DRAFTS_REASON
@@ -115,7 +115,7 @@ def proposer_for(
         ConfigError: the models cannot be used together; nothing has changed.
     """
     if draft_model is None:
-        return None if pool is None else look_up_of(pool, batch.peers)
+        return None if pool is None else LookUp(depth_of(pool, batch.peers))
     check_draft_tokens(num_draft_tokens)
     if (why_not := why_not_drafted(batch.model, draft_model)) is not None:
         raise ConfigError(why_not)
