@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import re
 import stat
@@ -12,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -28,8 +27,6 @@ DIGEST_BYTES = 32
 STALE_SECONDS = 3600
 NAME = re.compile(r"[0-9a-f]{32}\.(kv[0-9]+|states)")
 TEMPORARY = re.compile(r"\.[0-9]+-[0-9]+\.tmp")
-
-Expected = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype of each array that a file must hold
 
 
 class ShelfWarning(UserWarning):
@@ -117,7 +114,6 @@ class Shelf:
         self,
         key: bytes,
         part: str,
-        tokens: Sequence[int],
         nbytes: int,
         arrays: Callable[[], tuple[dict[str, mx.array], str]],
         *,
@@ -128,7 +124,6 @@ class Shelf:
         Args:
             key: key of a prefix.
             part: what is saved of it.
-            tokens: tokens of its last block.
             nbytes: about as many bytes as the arrays have.
             arrays: returns arrays by name, and a text; called only if they will be written.
             wait: wait until the queue has room; otherwise what it has no room for is dropped.
@@ -145,7 +140,7 @@ class Shelf:
                 return False
             self._wait()
         index = key + part.encode()
-        data = _packed(_name_of(index), tokens, *arrays())
+        data = _packed(_name_of(index), *arrays())
         with self._lock:
             self._waiting[index] = data
             self._waiting_bytes += len(data)
@@ -201,22 +196,13 @@ class Shelf:
 
     # Loading --------------------------------------------------------------------------------------------------
 
-    def load(
-        self, key: bytes, part: str, tokens: Sequence[int], expected: Expected
-    ) -> tuple[dict[str, Any], str] | None:
+    def load(self, key: bytes, part: str) -> tuple[dict[str, Any], str] | None:
         """Return arrays and text of a part of a key. If the file is gone, or is not what was written, return None; it
-        is not there any more then.
-
-        Args:
-            key: key of a prefix.
-            part: what to load of it.
-            tokens: tokens of its last block.
-            expected: arrays that the file must hold.
-        """
+        is not there any more then."""
         index = key + part.encode()
         waiting = self._waiting.get(index)
         try:
-            found = _unpacked(_name_of(index), tokens, self._read(index) if waiting is None else waiting, expected)
+            found = _unpacked(_name_of(index), self._read(index) if waiting is None else waiting)
         except FileNotFoundError:  # deleted by another process
             self._forget(index)
             return None
@@ -281,28 +267,21 @@ def _index_of(name: str) -> bytes:
     return bytes.fromhex(key) + part.encode()
 
 
-def _packed(name: str, tokens: Sequence[int], arrays: dict[str, mx.array], text: str) -> memoryview:
+def _packed(name: str, arrays: dict[str, mx.array], text: str) -> memoryview:
     """Return the bytes of a file: a copy of the arrays in host memory."""
     file = io.BytesIO()
-    mx.save_safetensors(file, arrays, {"tokens": json.dumps(list(tokens)), "text": text})
+    mx.save_safetensors(file, arrays, {"text": text})
     payload = file.getbuffer()
     return memoryview(b"".join([MAGIC, _digest(name, payload), payload]))
 
 
-def _unpacked(
-    name: str, tokens: Sequence[int], data: bytes | memoryview, expected: Expected
-) -> tuple[dict[str, Any], str]:
+def _unpacked(name: str, data: bytes | memoryview) -> tuple[dict[str, Any], str]:
     """Return a file's arrays and text. Raises any type of error if it is not what :func:`_packed` returned."""
     payload = memoryview(data)[len(MAGIC) + DIGEST_BYTES :]
     if data[: len(data) - len(payload)] != MAGIC + _digest(name, payload):
         raise ValueError("its contents do not match their digest")
     loaded: Any = mx.load(io.BytesIO(payload), format="safetensors", return_metadata=True)
     arrays, metadata = loaded
-    if json.loads(metadata["tokens"]) != list(tokens):
-        raise ValueError("it holds other tokens")
-    for each, (shape, dtype) in expected.items():
-        if each not in arrays or arrays[each].shape != shape or arrays[each].dtype != dtype:
-            raise ValueError(f"{each} is missing, or not {dtype} {shape}")
     mx.eval(list(arrays.values()))
     return arrays, metadata["text"]
 
