@@ -45,7 +45,7 @@ SCALES = {"llama-sliding": 0.1, "deepseek_v3": 0.02, "gpt_oss": 0.02, "gemma": 2
 @functools.cache
 def solos(name: str) -> list[tuple[list[int], list[int], np.ndarray]]:
     """Return prompts and the answers of stock mlx-lm."""
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     prompts = prompts_of(name, LENGTHS)
     return [(p, *greedy(model_of(name), mx.array(p, mx.uint32), TOKENS)) for p in prompts]
 
