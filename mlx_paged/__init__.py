@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .startup import MissingBackendError  # first: it loads MLX
@@ -43,38 +44,29 @@ from .kv.block_table import BlockTable
 from .kv.group import LayerGroup
 from .kv.pool import BlockPool
 from .kv.stats import PagedCacheStats
+from .warn import NotPagedWarning
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .patches import (
-        NotPagedWarning,
-        PatchReport,
-        adopt_prompt_cache,
-        apply_patches,
-        is_applied,
-        pool_of,
-        remove_patches,
-        retrace,
-    )
+    from .patches.cache.pools import pool_of, retrace
+    from .patches.cache.prompt_cache import adopt_prompt_cache
+    from .patches.registry import PatchReport, apply_patches, is_applied, remove_patches
 else:
-    _PATCHES = (
-        "NotPagedWarning",
-        "PatchReport",
-        "adopt_prompt_cache",
-        "apply_patches",
-        "is_applied",
-        "pool_of",
-        "remove_patches",
-        "retrace",
-    )
+    # Imported at first access: the patches import mlx-lm, which the engine does not need.
+    _PATCHES = {
+        "PatchReport": "registry",
+        "adopt_prompt_cache": "cache.prompt_cache",
+        "apply_patches": "registry",
+        "is_applied": "registry",
+        "pool_of": "cache.pools",
+        "remove_patches": "registry",
+        "retrace": "cache.pools",
+    }
 
     def __getattr__(name: str) -> Any:
-        # Imported on demand: the patches import mlx-lm, which the engine does not need.
         if name in _PATCHES:
-            from . import patches
-
-            return getattr(patches, name)
+            return getattr(import_module(f".patches.{_PATCHES[name]}", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

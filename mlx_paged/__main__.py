@@ -95,10 +95,10 @@ def _run_upstream(arguments: list[str]) -> None:
     _check_upstream(command, theirs[1:])
     from mlx_lm import cli
 
-    from . import patches
     from .cli.generate import raise_cpu_cache_limit
+    from .patches.registry import apply_patches
 
-    patches.apply_patches(PagedConfig.from_env().with_arguments(ours))
+    apply_patches(PagedConfig.from_env().with_arguments(ours))
     raise_cpu_cache_limit()
     sys.argv = [sys.argv[0], *theirs]
     try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -120,27 +118,9 @@ def resolved(
 
 
 def sampler_of(params: SamplingParams) -> Callable[[mx.array], mx.array]:
-    """Return mlx-lm's sampler with these parameters, for requests that mlx-lm computes. Equal parameters give the same
-    object, so that their rows are sampled together.
-
-    Raises:
-        ConfigError: a parameter is set that mlx-lm does not have.
-    """
-    make = sample_utils.make_sampler
-    known = {"temperature", "seed", *_given(make, params), *_given(sample_utils.make_logits_processors, params)}
-    for each in fields(params):
-        if each.name not in known and getattr(params, each.name) != getattr(SamplingParams(), each.name):
-            raise ConfigError(f"{each.name} is not supported for a request that this version of mlx-lm computes alone")
-    given = _given(make, params) | {"xtc_special_tokens": tuple(params.xtc_special_tokens)}
-    return _sampler(make, params.temperature, tuple(given.items()))
-
-
-@lru_cache(maxsize=64)
-def _sampler(
-    make: Callable[..., Any], temperature: float, given: tuple[tuple[str, Any], ...]
-) -> Callable[[mx.array], mx.array]:
-    options = {name: list(value) if isinstance(value, tuple) else value for name, value in given}
-    sampler: Callable[[mx.array], mx.array] = make(temperature, **options)
+    """Return mlx-lm's sampler with these parameters, for requests that mlx-lm computes."""
+    given = _given(sample_utils.make_sampler, params) | {"xtc_special_tokens": list(params.xtc_special_tokens)}
+    sampler: Callable[[mx.array], mx.array] = sample_utils.make_sampler(params.temperature, **given)
     return sampler
 
 

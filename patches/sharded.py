@@ -12,24 +12,11 @@ import mlx.nn as nn
 from mlx.nn.layers.distributed import shard_linear
 from mlx_lm import utils
 
-from ..kv.blocks import ChooseBlocks
-from ..ranks.world import agreed_blocks, agreed_budget, check_heads, check_same, connect, model_files, ranks_of
+from ..ranks.world import agreed_budget as agreed_budget
+from ..ranks.world import check_same, connect, model_files
 from ..ranks.world import group_of as group_of
 from ..ranks.world import peers_of as peers_of
 from .patch import replaced
-
-
-def agreed_pool(model: Any, budget: int, choose: ChooseBlocks, options: dict[str, Any]) -> tuple[int, ChooseBlocks]:
-    """Return the budget in bytes and the choice of blocks for a model's pool that all of its ranks can have.
-
-    Raises:
-        ConfigError: the ranks have different options, or the heads cannot be split over them.
-    """
-    ranks = ranks_of(model)
-    if ranks is None:
-        return budget, choose
-    check_heads(model, ranks)
-    return agreed_budget(ranks, budget, options), agreed_blocks(ranks, choose)
 
 
 def sharded_load(

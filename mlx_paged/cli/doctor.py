@@ -119,8 +119,8 @@ def try_demo_model(config: PagedConfig) -> tuple[bool, list[str]]:
     """
     from mlx_lm.utils import load_model
 
-    from .. import patches
     from ..attention.dispatch import last_dispatch
+    from ..patches import registry
 
     folder = demo_folder()
     if folder is None:
@@ -131,12 +131,12 @@ def try_demo_model(config: PagedConfig) -> tuple[bool, list[str]]:
         num_prompt, count = CPU_TOKENS if mx.default_device() == mx.Device(mx.cpu) else GPU_TOKENS
         prompt = mx.random.randint(0, model_config["vocab_size"], (num_prompt,), key=mx.random.key(1))
         _, (stock_seconds, stock) = [generated(model, prompt, count) for _ in range(2)]
-        patches.apply_patches(config)
+        registry.apply_patches(config)
         try:
             _, (seconds, paged) = [generated(model, prompt, count) for _ in range(2)]
             path = last_dispatch()
         finally:
-            patches.remove_patches()
+            registry.remove_patches()
     except (RuntimeError, ValueError, OSError) as error:
         return False, [f"demo model      FAILED: {type(error).__name__}: {str(error)[:500]}"]
     same = next((i for i, (a, b) in enumerate(zip(stock, paged, strict=True)) if a != b), count)

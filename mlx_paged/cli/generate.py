@@ -171,7 +171,7 @@ def run(
     ranks: Ranks | None = None,
 ) -> None:
     """Run the prompts file, or else upstream's main with its names replaced for the call; each rank loads its part."""
-    from .. import patches
+    from ..patches import registry
     from ..patches.cache.pools import known_pool
 
     used: list[Any] = []
@@ -209,7 +209,7 @@ def run(
         if kv_bits is not None and kv_bits.format is None:
             warn_once(STOCK_QUANTISES)
         config = PagedConfig.from_env().with_arguments(args)
-        patches.apply_patches(config if kv_bits is None else kv_bits.configured(config))
+        registry.apply_patches(config if kv_bits is None else kv_bits.configured(config))
         num_bytes = weight_bytes(args.model or upstream.DEFAULT_MODEL, args.draft_model, adapter=args.adapter_path)
         memory_beside(num_bytes // (1 if ranks is None else ranks.size))
         raise_cpu_cache_limit()
@@ -301,8 +301,9 @@ def _generate_step(
 ) -> Any:
     """Run upstream's generator with what this package adds: a prompt cache from a file is taken into the pool, the
     command line's grammar constrains the answer, all ranks use rank 0's tokens, and a terminal shows a prefill bar."""
-    from .. import patches
+    from ..patches import registry
     from ..patches.cache.pools import count_weights, known_pool
+    from ..patches.cache.prompt_cache import adopt_prompt_cache
 
     if constrained is not None:
         kw["logits_processors"] = [*constrained(prompt), *(kw.get("logits_processors") or [])]
@@ -314,13 +315,13 @@ def _generate_step(
         raise ConfigError(f"the prompt has {prompt.size:,} tokens, the model's context {length:,}")
     models = [model, *(m for m in rest[:1] if hasattr(m, "layers"))]  # speculative decoding passes the draft model
     used.extend(models)
-    if patches.is_applied():
+    if registry.is_applied():
         count_weights(*models)
     cache = kw.get("prompt_cache")
-    if cache is not None and patches.is_applied() and len(models) == 1:
+    if cache is not None and registry.is_applied() and len(models) == 1:
         kv_bits = KVBits.of(kw)
         if kv_bits is None or kv_bits.format is not None:
-            kw["prompt_cache"] = patches.adopt_prompt_cache(model, cache)
+            kw["prompt_cache"] = adopt_prompt_cache(model, cache)
     with PrefillProgress() as bar:
         if len(models) == 1 and kw.get("prompt_progress_callback") is None:
             kw["prompt_progress_callback"] = bar

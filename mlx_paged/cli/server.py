@@ -153,11 +153,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ranks: Ranks | None) -> None:
     """Run this package's server, which does not return; or mlx_lm.server's own code, if its version is not known."""
-    from .. import patches
+    from ..patches import registry
 
     if missing := missing_packages():
         raise ConfigError(f"the server needs {missing}: pip install 'mlx_paged[server]'")
-    patches.apply_patches(pages)
+    registry.apply_patches(pages)
     raise_cpu_cache_limit()
     try:
         from ..server import loaded_models

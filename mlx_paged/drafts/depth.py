@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import mul
 from typing import NamedTuple
@@ -78,6 +79,7 @@ class _Average:
         self.value += (value - self.value) / min(self.count, TIMES_AVERAGED)
 
 
+@dataclass
 class _Step:
     """A step that has begun.
 
@@ -91,11 +93,13 @@ class _Step:
         is_new: a step was compiled in it.
     """
 
-    def __init__(self, began: float, num_rows: int, before: int | None) -> None:
-        self.began, self.num_rows, self.before = began, num_rows, before
-        self.drafts = 0
-        self.accepted: int | None = None
-        self.is_trial = self.is_new = False
+    began: float
+    num_rows: int
+    before: int | None
+    drafts: int = 0
+    accepted: int | None = None
+    is_trial: bool = False
+    is_new: bool = False
 
 
 class _Times:

@@ -13,12 +13,11 @@ from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
-from ..engine.interfaces import MOST_TOKENS, NextTokens, Proposal, most_drafts, num_known
+from ..engine.interfaces import MOST_TOKENS, Proposal, most_drafts, num_known
 from ..engine.request import Request, sequence_of
-from ..errors import ConfigError, PoolExhaustedError, check_device
+from ..errors import ConfigError, PoolExhaustedError
 from ..kv.pool import BlockPool
 from ..prefix.prefix_cache import SharedPrefixes
-from ..warn import warn_once
 from .depth import TRIAL_CONTEXT, Acceptance, Candidate, Depth
 
 # Most tokens of a row that its first draft step computes besides its next one: those since its last draft. Of more (a
@@ -81,7 +80,6 @@ class DraftModel:
 
     Attributes:
         rows: rows that can have drafts, and their draft model caches.
-        budget_share: kept as long as the proposer: its pool's share of the model's budget.
 
     Raises:
         ConfigError: not all of the model's layers are paged.
@@ -105,7 +103,6 @@ class DraftModel:
         self.model, self.depth, self.prefixes = model, depth, prefixes
         self.num_draft_tokens = num_draft_tokens
         self.rows: dict[Request, DraftRow] = {}
-        self.budget_share: object = None
         self.pool: BlockPool = sequence.pool
         self._factory = factory
         # Behind a sliding window the writes of several steps cannot be undone, so they go to a fork.
@@ -134,11 +131,8 @@ class DraftModel:
                 continue
             tokens, salt = self._shared(row)
             tokens = tokens[: max(0, own.end - self.first_position)]
-            try:
-                if tokens and own.sequence.length == len(tokens):  # nothing was skipped
-                    self.prefixes.insert(tokens, own.sequence.table, salt)
-            except Exception as error:  # no request depends on the prefix of drafts
-                self._warn(error)
+            if tokens and own.sequence.length == len(tokens):  # nothing was skipped
+                self.prefixes.insert(tokens, own.sequence.table, salt)
             own.release()
 
     def _shared(self, row: Request) -> tuple[list[int], Hashable]:
@@ -160,7 +154,7 @@ class DraftModel:
     # Proposing ------------------------------------------------------------------------------------------------
 
     def propose(
-        self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
+        self, rows: Sequence[Request], inputs: mx.array, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
         """Return the draft model's most likely tokens; see :meth:`..engine.interfaces.Proposer.propose`."""
         for row in list(self._num_drafted):  # drafts that were not verified
@@ -183,10 +177,6 @@ class DraftModel:
         try:
             return self._draft(rows, chosen, inputs, vocab_size)
         except (NoBlocksError, PoolExhaustedError):
-            return None
-        except Exception as error:  # no request depends on a draft
-            self._warn(error)
-            self.remove([rows[index] for index in chosen])
             return None
 
     @property
@@ -217,30 +207,23 @@ class DraftModel:
         """
         return self.model(tokens, cache=layers), None
 
-    def _warn(self, error: Exception) -> None:
-        check_device(error)
-        what = f"the draft model {type(self.model).__module__} failed; requests go on without its drafts"
-        warn_once(f"{what}: {type(error).__name__}: {error}")
-
     def _reserve(self, tables: Batch, rows: Sequence[Request]) -> None:
         """Reserve positions. If a row finds no block, it gets no more drafts, and NoBlocksError is raised."""
         try:
             tables.reserve()
         except NoBlocksError as lack:
             self.remove([rows[lack.row]])
-            if not isinstance(lack.error, PoolExhaustedError):
-                self._warn(lack.error)
             raise
 
     def _is_ready(self, row: Request) -> bool:
         return row in self.rows and num_known(row) - self.rows[row].end <= MOST_BEHIND
 
-    def _catch_up(self, rows: Sequence[Request], inputs: NextTokens) -> None:
+    def _catch_up(self, rows: Sequence[Request], inputs: mx.array) -> None:
         """Compute up to :data:`CHUNK` tokens of rows that the draft model lacks, and note their time."""
         behind = [row for row in rows if not self._is_ready(row)]
         if not behind:
             return
-        mx.eval(inputs.array)  # keeps the step under way out of that time
+        mx.eval(inputs)  # keeps the step under way out of that time
         begin, left = self.depth.clock(), CHUNK
         for row in behind:
             if left <= 0:
@@ -254,15 +237,13 @@ class DraftModel:
             try:
                 self.forward(mx.array(tokens, mx.uint32)[None], own.caches, [Span(row, own.end, own.end + count)])
                 mx.eval(self.pool.ready())
-            except Exception as error:
-                if not isinstance(error, PoolExhaustedError):
-                    self._warn(error)
+            except PoolExhaustedError:
                 self.remove([row])
                 continue
             own.end += count
         self.depth.note_prompt(self.depth.clock() - begin, CHUNK - left)
 
-    def _draft(self, rows: Sequence[Request], chosen: dict[int, int], inputs: NextTokens, vocab_size: int) -> Proposal:
+    def _draft(self, rows: Sequence[Request], chosen: dict[int, int], inputs: mx.array, vocab_size: int) -> Proposal:
         own = [self.rows[rows[index]] for index in chosen]
         indices, depth = list(chosen), max(chosen.values())
         self.depth.note_proposed(sum(chosen.values()))
@@ -296,7 +277,7 @@ class DraftModel:
         return Proposal(counts, mx.concatenate(parts))
 
     def _first_step(
-        self, rows: Sequence[Request], indices: list[int], inputs: NextTokens
+        self, rows: Sequence[Request], indices: list[int], inputs: mx.array
     ) -> tuple[mx.array, mx.array | None]:
         """Compute the tokens that rows got since the last draft step, and their next tokens. Returns the logits after
         these, ``[R, vocab]``, and ``before`` for the next call."""
@@ -305,14 +286,13 @@ class DraftModel:
         ends: list[int] = []
         for index, each in zip(indices, own, strict=True):
             flat += _tokens(rows[index], each.end, num_known(rows[index]))
-            flat.append(0 if inputs.known is None else inputs.known[index])
+            flat.append(0)  # the next token, which the host may not know
             ends.append(len(flat) - 1)
-        tokens = mx.array(flat, mx.uint32)
-        if inputs.known is None:
-            if len(flat) == len(rows):
-                tokens = inputs.array
-            else:
-                tokens[mx.array(ends)] = inputs.array[mx.array(indices)].astype(mx.uint32)
+        if len(flat) == len(indices) == len(rows):
+            tokens = inputs
+        else:
+            tokens = mx.array(flat, mx.uint32)
+            tokens[mx.array(ends)] = inputs[mx.array(indices)].astype(mx.uint32)
         counts = [end - begin for begin, end in zip([-1, *ends], ends, strict=False)]
         tables = Batch(self.pool, [each.sequence for each in own], counts, as_rows=True)
         self._reserve(tables, [rows[index] for index in indices])

@@ -6,7 +6,9 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from ..engine.interfaces import MOST_TOKENS, NextTokens, Peers, Proposal, most_drafts, num_known
+import mlx.core as mx
+
+from ..engine.interfaces import MOST_TOKENS, Peers, Proposal, most_drafts, num_known
 from ..engine.request import Request
 from ..kv.pool import BlockPool
 from .depth import Candidate, Depth, new_depth
@@ -157,11 +159,6 @@ def depth_of(pool: BlockPool, peers: Peers) -> Depth:
     return depth
 
 
-def look_up_of(pool: BlockPool, peers: Peers) -> LookUp:
-    """Return a proposer for a batch over the pool."""
-    return LookUp(depth_of(pool, peers))
-
-
 class LookUp:
     """Proposes tokens that rows may repeat. A :class:`mlx_paged.engine.interfaces.Proposer`.
 
@@ -197,7 +194,7 @@ class LookUp:
             self.rows.pop(row, None)
 
     def propose(
-        self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
+        self, rows: Sequence[Request], inputs: mx.array, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
         """Return as many drafts of the rows as pay; see :meth:`..engine.interfaces.Proposer.propose`."""
         uids = [row.uid for row in rows]

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..engine.hidden_states import MOST_POSITIONS, HiddenStates
-from ..engine.interfaces import NextTokens, Proposal, num_known
+from ..engine.interfaces import Proposal, num_known
 from ..engine.request import Request
 from ..prefix.prefix_cache import SharedPrefixes
 from .depth import TRIAL_CONTEXT, Depth
@@ -55,7 +55,7 @@ class PredictionHead(DraftModel):
         return tokens[1:], (salt, *tokens[:1])
 
     def propose(
-        self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
+        self, rows: Sequence[Request], inputs: mx.array, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
         """See :meth:`..engine.interfaces.Proposer.propose`."""
         self.hidden.kept = MOST_POSITIONS if self.depth.pays else TRIAL_CONTEXT  # unread ones take memory

@@ -216,7 +216,7 @@ class DecodeBatch:
                 deliveries.append(Delivery(row, token, row.logits))
             row.logits = TokenLogits(logits, place)
             row.undelivered = None
-            row.confirmed, row.length = row.length, row.kept + len(row.source)
+            row.length = row.kept + len(row.source)
         self._delivered.append([weakref.ref(each.logits) for each in deliveries])
         return deliveries
 

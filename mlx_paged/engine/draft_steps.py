@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, chain
 
 import mlx.core as mx
 
@@ -13,7 +12,7 @@ from ..cache.packed_states import PackedStates
 from ..kv.pool import BlockPool
 from ..warn import warn_once
 from .decode_batch import DecodeBatch, Delivery
-from .interfaces import NextTokens, Proposal, Proposer
+from .interfaces import Proposal, Proposer
 from .model_call import ModelCall
 from .request import Request
 from .sampling.token_choice import Places
@@ -47,8 +46,6 @@ class DraftSteps:
         self.proposer = batch.proposer = proposer
         self.pool = pool
         self._has_room = has_room
-        # The rows' next tokens, if the host knows them: the batch's array, and its values.
-        self._known: tuple[mx.array | None, list[int]] = (None, [])
         # States of the step's rows by layer, and how many of its tokens each row has kept, until :meth:`finish`.
         self._states: dict[int, PackedStates] = {}
         self._kept: list[int] = []
@@ -71,16 +68,14 @@ class DraftSteps:
         if batch.proposer is None or not batch.proposer.rows:
             return None
         self.pool.draft_depth = 0
-        known = self._known[1] if self._known[0] is batch.inputs else None
-        inputs, vocab_size = NextTokens(batch.inputs, known), batch.choice.vocab_size
-        proposal = self.proposer.propose(batch.rows, inputs, vocab_size, is_alone=not others)
+        proposal = self.proposer.propose(batch.rows, batch.inputs, batch.choice.vocab_size, is_alone=not others)
         self.pool.draft_ms_saved = round(1000 * self.proposer.seconds_saved)
         if proposal is None or not any(proposal.counts):
             return None
         counts = [1 + count for count in proposal.counts]
         if not self._has_room([*zip(batch.rows, counts, strict=True), *others]):
             return None
-        call, tokens = ModelCall(batch.rows, counts, states=batch.states, as_rows=True), self._inputs(proposal, known)
+        call, tokens = ModelCall(batch.rows, counts, states=batch.states, as_rows=True), self._inputs(proposal)
         traces = self.pool.traces
         try:
             logits = call.run(batch.forward, tokens)
@@ -111,13 +106,9 @@ class DraftSteps:
 
     # Verifying ------------------------------------------------------------------------------------------------
 
-    def _inputs(self, proposal: Proposal, known: list[int] | None) -> mx.array:
+    def _inputs(self, proposal: Proposal) -> mx.array:
         """Return each row's next token and its drafts, row by row."""
         inputs, (counts, drafts) = self.batch.inputs, proposal
-        if known is not None and isinstance(drafts, list):
-            ends = list(accumulate(counts, initial=0))
-            rows = ([token, *drafts[a:b]] for token, a, b in zip(known, ends[:-1], ends[1:], strict=True))
-            return mx.array(list(chain.from_iterable(rows)), inputs.dtype)
         drafts = mx.array(drafts) if isinstance(drafts, list) else drafts
         return mx.concatenate([inputs, drafts.astype(inputs.dtype)])[_order(tuple(counts))]
 
@@ -165,7 +156,6 @@ class DraftSteps:
         self.proposer.note(rows, drafted, taken, following, is_new=is_new)
         batch.choice.sampler.note_accepted(taken)
         batch.inputs = mx.array(following, choice.tokens.dtype)
-        self._known = (batch.inputs, following)
         return deliveries
 
 

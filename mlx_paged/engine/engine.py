@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -115,10 +116,12 @@ class Engine:
         chunk = min(prefill_step_size, most_step_tokens()) if self.packs else prefill_step_size
         self.memory = RequestMemory(batch, self.pool, factory, chunk=chunk, sharing=self.sharing)
         self.scheduler = self._new_scheduler(prefill_step_size, completion_batch_size, prefill_batch_size)
+        if self.sharing is not None:
+            self.sharing.running = self.scheduler.running
         self.computed_prompt_tokens = self.num_steps = 0
         self.drafts: DraftSteps | None = None
         if proposer is not None and self.can_pack and self.pool is not None:
-            self.drafts = DraftSteps(batch, self.pool, self.memory.has_room, proposer)
+            self.drafts = DraftSteps(batch, self.pool, partial(self.memory.fits, for_drafts=True), proposer)
         # Steps are not bounded by time over ranks, whose clocks differ, nor (but on Metal) where chunks lie on a grid.
         bounded = not self.in_place and not self.packs and self.scheduler.grid is None
         pace: PrefillPace | None = None
@@ -292,12 +295,10 @@ class Engine:
         self.counters.prompt_time += time.perf_counter() - begin
 
     def _make_room(self, request: Request, error: Exception) -> None:
-        """Make room for a request that found no block, because others have taken one that the plan had counted on:
-        drop a finished request's cache, or preempt the last running request. Otherwise the request fails."""
-        if not (
-            isinstance(error, PoolExhaustedError)
-            and (self.memory.drop_finished() or self.scheduler.preempt_for(self.scheduler.running[0]))
-        ):
+        """Preempt a later request for one that found no block, because others have taken one that the plan had counted
+        on. Without a later one it fails."""
+        is_full = isinstance(error, PoolExhaustedError)
+        if not (is_full and self.scheduler.preempt_for(self.scheduler.running[0])):
             self._fail(request, error)
 
     # Deliver --------------------------------------------------------------------------------------------------
@@ -365,7 +366,7 @@ class Engine:
             request.length -= num_unwanted
         response.all_tokens = request.cached_tokens()
         if self.sharing is not None:
-            self.sharing.insert_all(request, response.all_tokens)
+            self.sharing.insert(request, finished=True)
         self.scheduler.remove([request])
         del self.requests[request.uid]
         response.attach(request)
@@ -381,8 +382,6 @@ class Engine:
         failure = RequestFailedError.without_frames(request.uid, error)
         self.scheduler.remove([request])
         self.batch.remove([request], keep_caches=False)
-        if self.sharing is not None:
-            self.sharing.forget(request)
         del self.requests[request.uid]
         self.failures.append(failure)
         request.release()
@@ -419,24 +418,18 @@ class Engine:
         self.scheduler.remove(gone)
         for request in gone:
             del self.requests[request.uid]
-        is_whole = True  # after an error the batch is empty, and the states of its rows are gone
-        for request in [each for each in gone if each.caches is not None]:  # they run
-            if is_whole and not self.device.is_lost:
-                try:
-                    self.batch.remove([request], keep_caches=finished)
-                    self._share(request, finished)
-                except Exception as error:
-                    is_whole = False
-                    self._fail_running(error)
+        running = [request for request in gone if request.caches is not None]
+        if running and not self.device.is_lost:
+            try:
+                self.batch.remove(running, keep_caches=finished)
+                confirm()
+                if self.sharing is not None:
+                    for request in running:
+                        self.sharing.insert(request, finished=finished)
+            except Exception as error:
+                self._fail_running(error)
+        for request in running:
             request.release()
-
-    def _share(self, request: Request, finished: bool) -> None:
-        """Put what a cancelled request has computed into the prefix cache."""
-        confirm()
-        if self.sharing is not None and finished:
-            self.sharing.insert_all(request, request.cached_tokens())
-        elif self.sharing is not None:
-            self.sharing.insert_delivered(request)
 
     @property
     def nbytes(self) -> int:

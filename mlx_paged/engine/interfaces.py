@@ -29,18 +29,6 @@ class Proposal(NamedTuple):
     tokens: list[int] | mx.array
 
 
-class NextTokens(NamedTuple):
-    """The next token of each row, not in its cache yet.
-
-    Attributes:
-        array: ``[B]``.
-        known: the same on the host; None if they have not been read.
-    """
-
-    array: mx.array
-    known: list[int] | None
-
-
 class Proposer(Protocol):
     """Proposes drafts for the rows of a decode batch. It only chooses which tokens the model verifies: what a row gets
     is sampled from the model's own logits.
@@ -61,13 +49,13 @@ class Proposer(Protocol):
         """Note that rows have left, or get no more drafts; those that had none are ignored."""
 
     def propose(
-        self, rows: Sequence[Request], inputs: NextTokens, vocab_size: int | None, *, is_alone: bool
+        self, rows: Sequence[Request], inputs: mx.array, vocab_size: int | None, *, is_alone: bool
     ) -> Proposal | None:
         """Return drafts for a step of the batch; None: the step goes without.
 
         Args:
             rows: rows of the batch.
-            inputs: their next tokens, which the drafts follow.
+            inputs: their next tokens, which the drafts follow, ``[B]``.
             vocab_size: size of the model's vocabulary; None: not known yet.
             is_alone: no prompt is computed in the step.
         """

@@ -82,15 +82,12 @@ class PoolBudget:
         most = self.pool.memory.capacities(budget)
         return all(count <= blocks for count, blocks in zip(counts, most, strict=True))
 
-    def most_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks of each group that an append of ``num_tokens`` tokens takes: a copy of a shared last
-        block that has room for one token, and blocks for the rest."""
-        return -(-(num_tokens - 1) // self.pool.block_size) + 1
-
-    def has_blocks(self, num_blocks: int) -> bool:
-        """Return whether each group can provide ``num_blocks`` blocks if unused prefixes are evicted."""
+    def has_plenty(self, counts: Iterable[int]) -> bool:
+        """Return whether each group has blocks for appends of so many tokens whatever their tables hold: a copy of a
+        shared last block that has room for one token, and blocks for the rest. Looks at no table."""
         self.pool.lock.collect()
-        return self.pool.memory.can_provide([num_blocks] * len(self.pool.groups))
+        most = 1 + sum(-(-(count - 1) // self.pool.block_size) + 1 for count in counts)
+        return self.pool.memory.can_provide([most] * len(self.pool.groups))
 
     def fits(self, growth: Sequence[Append]) -> bool:
         """Return whether all these appends fit together, in any order. If they do not at first, blocks that they would
@@ -159,36 +156,26 @@ class RequestMemory(Memory):
         if not self._budget.holds(request.prefill_end + 2 - kept, table):
             raise RequestTooLargeError(request.prefill_end + 1)
 
-    def fits(self, growth: Growth) -> bool:
+    def fits(self, growth: Growth, *, for_drafts: bool = False) -> bool:
         """See :meth:`.scheduler.Memory.fits`. Caches of finished requests that nobody has read are dropped, if
-        necessary."""
+        necessary, but not for drafts."""
         budget = self._budget
         if budget is None:
             return True
-        most = sum(budget.most_blocks(num_tokens) for _, num_tokens in growth) + 1
-        if budget.has_blocks(most):
-            return True  # asked in every step; blocks are mostly plentiful, and no table is looked at
+        if budget.has_plenty(num_tokens for _, num_tokens in growth):
+            return True  # asked in every step; blocks are mostly plentiful
         # Listed before finished caches are freed: prefix blocks that one of them shared would then count as taken over,
         # plus a copy of the last one, for which a request that just fits the budget has no room.
-        listed = [self._append_of(request, num_tokens, self._sharing) for request, num_tokens in growth]
+        listed = [self._append_of(request, num_tokens) for request, num_tokens in growth]
         while not budget.fits(listed):
-            if not self.drop_finished():
+            if for_drafts or not self.drop_finished():
                 return False
         return True
 
-    def has_room(self, growth: Growth) -> bool:
-        """Return whether running requests can grow by these tokens. Unused prefixes count as room; nothing is
-        dropped."""
-        budget = self._budget
-        if budget is None:
-            return True
-        most = sum(budget.most_blocks(num_tokens) for _, num_tokens in growth)
-        return budget.has_blocks(most) or budget.fits([self._append_of(request, n) for request, n in growth])
-
-    def _append_of(self, request: Request, num_tokens: int, sharing: Sharing | None = None) -> Append:
+    def _append_of(self, request: Request, num_tokens: int) -> Append:
         """Return the append of a request's next tokens, those of a cached prefix included. A cache that it came with is
-        forked, not written to. ``sharing`` finds the prefix of a request that has not started."""
-        is_forked = request.caches is None and request.given is not None
+        forked, not written to."""
+        sharing, is_forked = self._sharing, request.caches is None and request.given is not None
         if request.sequence is not None or sharing is None:
             return Append(request.table, num_tokens, is_forked)
         cached = min(sharing.available(request), num_tokens - 1)
@@ -242,7 +229,7 @@ class RequestMemory(Memory):
                 return True
             request.caches = self._fresh()
             if self._sharing is not None:
-                request.length = request.confirmed = self._sharing.match(request)
+                request.length = self._sharing.match(request)
             if request.num_cached is None:
                 request.num_cached = request.length
             request.num_reported = max(request.num_reported, request.length)
@@ -259,7 +246,7 @@ class RequestMemory(Memory):
         if request in self._batch.members:
             self._batch.suspend(request)
         if self._sharing is not None:
-            self._sharing.insert_delivered(request)
+            self._sharing.insert(request, finished=False)
         request.release()
         if self._pool is not None and has_computed:
             self._pool.preemptions += 1

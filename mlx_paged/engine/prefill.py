@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -121,8 +120,6 @@ class Prefill:
         self.batch, self.in_place, self.pace = batch, in_place, pace
         self.packs = packs and _not_packed.get(batch.model) is None
         self._under_way: list[mx.array] = []  # fences of the last chunks
-        # Requests of the last chunks, and the lengths these lead to. Weak: they may finish before the next ones.
-        self._launched: list[tuple[weakref.ref[Request], int]] = []
         self._num_launched, self._begin = 0, 0.0  # tokens of the last chunks, and when they began
 
     def compute(
@@ -167,8 +164,6 @@ class Prefill:
                 continue
             for request, num_tokens in call:
                 request.length += num_tokens
-                if not self.in_place:
-                    request.confirmed = request.length
             done += call
         done = [chunk for chunk in done if chunk.request.caches is not None]
         if self.in_place:  # the host goes on with what comes next, such as a decode step
@@ -176,7 +171,6 @@ class Prefill:
             mx.async_eval(fences)
             self._under_way, self._begin = fences, begin
             self._num_launched = sum(chunk.num_tokens for chunk in done)
-            self._launched = [(weakref.ref(request), request.length) for request, _ in done]
         elif self.pace is not None and len(done) == len(chunks):
             self.pace.note(sum(chunk.num_tokens for chunk in done), time.perf_counter() - begin)
         return [request for request, _ in done]
@@ -205,11 +199,6 @@ class Prefill:
             raise device_failed(error) from error
         if self.pace is not None:
             self.pace.note(self._num_launched, time.perf_counter() - self._begin)
-        for ref, length in self._launched:
-            request = ref()
-            if request is not None and request.length >= length:  # otherwise it has gone, or was preempted
-                request.confirmed = max(request.confirmed, length)
-        self._launched = []
 
     def _is_pack(self, call: Sequence[Chunk]) -> bool:
         if not self.packs or len(call) > 1:

@@ -92,7 +92,6 @@ class Request:
     Attributes:
         admitted: number of its first admission; None before.
         length: tokens in its cache now; the device may still be computing the last of them.
-        confirmed: tokens in its cache that the device has computed without an error.
         prefill_end: tokens that must be in its cache before it decodes: the prompt without its last token, and after a
             preemption all that was computed.
         kept: tokens in the cache that came with the request; a preemption does not release them.
@@ -135,7 +134,7 @@ class Request:
             self.kept = 0
         else:
             self.kept = len(self.history) if sequence is None else sequence.table.length
-        self.length = self.confirmed = self.kept
+        self.length = self.kept
         self.source = [token for segment in segments for token in segment]
         self.prompt_length = len(self.source)
         self.prefill_end = self.kept + self.prompt_length - 1

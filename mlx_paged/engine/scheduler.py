@@ -174,7 +174,7 @@ class Scheduler:
         self.grid = grid
         self.headroom = headroom
         self.waiting = WaitingQueue()
-        self.running: list[Request] = []  # in order of _rank
+        self.running: list[Request] = []  # in order of _rank; always the same list
         self.preemptions = 0
         self.admits = True
         self._preempted: set[Request] = set()  # since planning began; they start in the next step at the earliest
@@ -199,7 +199,7 @@ class Scheduler:
     def remove(self, requests: Collection[Request]) -> None:
         """Forget requests that finished, failed or were cancelled. The caller releases their memory."""
         gone = set(requests)
-        self.running = [request for request in self.running if request not in gone]
+        self.running[:] = [request for request in self.running if request not in gone]
         self.waiting.remove(gone)
         self._preempted -= gone
 
@@ -209,7 +209,7 @@ class Scheduler:
         self.running.remove(request)
         self._num_running[request.options.client] -= 1
         request.prefill_end = max(request.prefill_end, request.length)
-        request.length = request.confirmed = request.kept
+        request.length = request.kept
         self.waiting.add(request)
         self._preempted.add(request)
         self.preemptions += 1

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
-
-import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
-from ..prefix.entry import Match, SavedStates
+from ..prefix.entry import Checkpoint, Match
 from ..prefix.prefix_cache import SharedPrefixes
+from ..warn import warn_once
 from .request import Request
 
 _Start = tuple[Hashable, tuple[int, ...]]  # the salt, and the tokens of the first block
@@ -39,6 +37,9 @@ class Sharing:
         requests: the requests by uid, oldest first.
         has_states: not all layers are paged: prefixes end at checkpoints.
         interval: tokens between checkpoints of a prompt; 0: only the other ones; None: by the size of the states.
+
+    Attributes:
+        running: the scheduler's list of running requests.
     """
 
     def __init__(
@@ -51,12 +52,11 @@ class Sharing:
     ) -> None:
         self.prefixes, self.pool = prefixes, prefixes.pool  # the cache does not keep the pool alive
         self.requests = requests
+        self.running: Sequence[Request] = ()
         self.has_states, self.interval = has_states, interval
         self._has_windows = any(group.spec.window is not None for group in self.pool.groups)
         # Whether prefixes are found only at the ends of chunks and segments.
         self.reuses_only_at_boundaries = has_states or self._has_windows
-        self._siblings: dict[_Start, dict[int, Request]] = {}  # running requests by how they begin, and by uid
-        self._starts: dict[int, _Start] = {}  # of running requests by uid, as of their admission
         # What waiting requests have found, with the version of the cache.
         self._found: weakref.WeakKeyDictionary[Request, tuple[int, Match]] = weakref.WeakKeyDictionary()
 
@@ -97,8 +97,6 @@ class Sharing:
     def match(self, request: Request) -> int:
         """Give the longest known prefix to a request that starts, whose caches are empty. Returns its length."""
         self._found.pop(request, None)
-        start = self._starts[request.uid] = self._start(request)
-        self._siblings.setdefault(start, {})[request.uid] = request
         longest = None if self.has_states else self._longest(request)
         if longest is not None:
             length, other = longest
@@ -120,8 +118,7 @@ class Sharing:
             assert checkpoint is not None
             fresh = leaves(request.caches)
             own = [cache for cache in fresh if not _is_paged(cache)]
-            is_saved = isinstance(checkpoint.caches, SavedStates)
-            parts = iter(checkpoint.caches.fill(own) if is_saved else copy.deepcopy(checkpoint.caches))
+            parts = iter(checkpoint.fill(own))
             request.caches = with_leaves(request.caches, [c if _is_paged(c) else next(parts) for c in fresh])
         if request.sequence is not None:
             request.sequence.take_over(table)
@@ -133,16 +130,9 @@ class Sharing:
     def _running(self, request: Request) -> list[Request]:
         """Return the other running requests with the same salt and first block. None of them came with a cache, whose
         tokens are not known for certain."""
-        siblings = self._siblings.get(self._start(request), {})
-        return [each for each in siblings.values() if each is not request and each.caches]
-
-    def forget(self, request: Request) -> None:
-        """Forget a request that releases its blocks."""
-        start = self._starts.pop(request.uid, None)
-        if start is not None:
-            del self._siblings[start][request.uid]
-            if not self._siblings[start]:
-                del self._siblings[start]
+        start = self._start(request)
+        others = [each for each in self.running if each is not request and each.caches and each.given is None]
+        return [each for each in others if self._start(each) == start]
 
     def _longest(self, request: Request) -> tuple[int, Request] | None:
         """Return the length of the longest prefix that a running request has computed, and that request."""
@@ -196,24 +186,17 @@ class Sharing:
         if not self.has_states or request.is_prefilled or request.length in request.boundaries:
             self._insert(request.cached_tokens(), request)
 
-    def insert_delivered(self, request: Request) -> None:
-        """Keep the whole blocks of a request that releases its blocks before it has finished, as far as they are known
-        to have been computed. Checkpoints are kept as they are computed."""
-        self.forget(request)
-        if request.caches is not None and not self.has_states:
-            self._insert(request.cached_tokens()[: request.confirmed], request)
-
-    def insert_all(self, request: Request, tokens: Sequence[int]) -> None:
-        """Keep all ``tokens`` of a finished request, which are in its cache."""
-        self.forget(request)
-        if request.caches is not None and len(tokens) == request.length:
-            self._insert(tokens, request)
+    def insert(self, request: Request, *, finished: bool) -> None:
+        """Keep what a request that releases its blocks has computed: whole blocks, and with states, of a finished one,
+        a checkpoint at its end."""
+        if request.caches is not None and (finished or not self.has_states):
+            self._insert(request.cached_tokens(), request)
 
     def _insert(self, tokens: Sequence[int], request: Request) -> None:
         # If tokens of the cache that came with it are unknown, positions and tokens do not agree. A cache from a file
         # may begin inside a block of a window.
         if tokens and request.knows_history and not (self._has_windows and request.given is not None):
-            options, states = request.options, (lambda: _states_of(request)) if self.has_states else None
+            options, states = request.options, partial(_checkpoint_of, request) if self.has_states else None
             table = request.table or self.pool.table_over((), len(tokens))  # no layer is paged
             self.prefixes.insert(tokens, table, options.salt, states=states, keep=options.keep)
 
@@ -255,13 +238,10 @@ def _is_paged(cache: Any) -> bool:
     return isinstance(cache, PagedKVCache)
 
 
-def _states_of(request: Request) -> tuple[int, list[Any]]:
-    """Return copies of the request's caches that are not paged, and their bytes. Arrays that are views are copied as
-    well, because a view would keep the larger array alive."""
-    copies = copy.deepcopy([cache for cache in leaves(request.caches or []) if not _is_paged(cache)])
-    for cache in copies:
-        arrays = getattr(cache, "cache", None)
-        if isinstance(arrays, list):
-            cache.cache = [None if array is None else mx.contiguous(array) for array in arrays]
-    mx.eval([array for cache in copies for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)])
-    return sum(cache.nbytes for cache in copies), copies
+def _checkpoint_of(request: Request) -> Checkpoint | None:
+    """Return a checkpoint of the request's caches that are not paged, or None if their states cannot be kept."""
+    try:
+        return Checkpoint.of([cache for cache in leaves(request.caches or []) if not _is_paged(cache)])
+    except ValueError as error:
+        warn_once(f"prefixes are not shared: {error}")
+        return None

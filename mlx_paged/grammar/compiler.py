@@ -9,12 +9,15 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import GrammarError
 from .grammar import CompiledGrammar, reason
+
+Result = TypeVar("Result")
 
 # Between JSON tokens: nothing or one space. Small models that may write newlines write little else.
 WHITE_SPACE = "[ ]"
@@ -275,25 +278,13 @@ class GrammarCompiler:
 _stack_size = threading.Lock()  # threading.stack_size holds for the whole process
 
 
-def on_stack(num_bytes: int, work: Callable[[], Any]) -> Any:
+def on_stack(num_bytes: int, work: Callable[[], Result]) -> Result:
     """Return the result of ``work``, which runs in a thread with a stack of this size. Raises what it raises."""
-    found: list[Any] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="grammar")
-    with _stack_size:
-        before = threading.stack_size(num_bytes)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    if raised:
-        raise raised.pop()
-    return found.pop()
+    with ThreadPoolExecutor(1, "grammar") as executor:
+        with _stack_size:
+            before = threading.stack_size(num_bytes)
+            try:
+                found = executor.submit(work)  # starts the thread
+            finally:
+                threading.stack_size(before)
+        return found.result()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..device import confirm, device_errors
-from ..errors import BlockStateError, PoolExhaustedError, check_device
+from ..errors import BlockStateError, PoolExhaustedError
 from ..kv.allocator import NULL_BLOCK
 from ..kv.block_table import BlockTable
 from ..kv.pool import BlockPool
-from .entry import Entry, SavedStates, is_saved, next_key, serves
+from .entry import Checkpoint, Entry, is_saved, next_key, serves
 from .prefix_cache import PrefixCache
 from .shelf import Shelf
 
@@ -24,11 +25,11 @@ class _Found(NamedTuple):
 
     Attributes:
         end: number of its tokens; 0 if there is none.
-        links: key and tokens of each of its blocks.
+        keys: key of each of its blocks.
     """
 
     end: int
-    links: list[tuple[bytes, tuple[int, ...]]]
+    keys: list[bytes]
 
 
 class DiskTier:
@@ -60,16 +61,10 @@ class DiskTier:
             if block != NULL_BLOCK:
                 nbytes = pool.groups[group].bytes_per_block
                 read = _reader(pool, group, entry)
-                shelf.save(entry.key, f"kv{group}", entry.tokens, nbytes, read, wait=wait)
+                shelf.save(entry.key, f"kv{group}", nbytes, read, wait=wait)
         if entry.checkpoint is not None and not shelf.has(entry.key, STATES):
-            caches = entry.checkpoint.caches
-            try:
-                saved = caches if isinstance(caches, SavedStates) else SavedStates.of(caches or ())
-            except ValueError as error:
-                shelf.warn(f"states are not written to {shelf.path}: {error}")
-                return
-            states = saved.arrays, saved.text
-            shelf.save(entry.key, STATES, entry.tokens, saved.nbytes, lambda: states, wait=wait)
+            states = entry.checkpoint.arrays, entry.checkpoint.text
+            shelf.save(entry.key, STATES, entry.checkpoint.nbytes, lambda: states, wait=wait)
 
     # Coming back ----------------------------------------------------------------------------------------------
 
@@ -114,17 +109,10 @@ class DiskTier:
             return 0
         try:
             self._write_back(cache, table, num_held, firsts, loaded)
-            states = loaded.pop(STATES) if to_state else None
-            kept = None if states is None else (lambda: (states.nbytes, states))
-            done = cache.insert(tokens[: found.end], table, salt, states=kept)
+            states = partial(loaded.pop, STATES) if to_state else None
+            done = cache.insert(tokens[: found.end], table, salt, states=states)
             return found.end - match.length if done else 0
         except PoolExhaustedError:
-            return 0
-        except Exception as error:
-            check_device(error)
-            for key, _ in found.links:  # the files are intact, but do not fit this pool
-                self.shelf.forget(key, [STATES, *(f"kv{group}" for group in range(len(cache.windows)))])
-            self.shelf.warn(f"prefix files in {self.shelf.path} do not match the model: {error}")
             return 0
         finally:
             cache.pool.release_table(table)
@@ -137,31 +125,27 @@ class DiskTier:
         size, windows = cache.block_size, cache.windows
         full = [f"kv{group}" for group, window in enumerate(windows) if window is None]
         keys = [cache.root(salt)]
-        links: list[tuple[bytes, tuple[int, ...]]] = []
 
         def is_held(index: int, group: int) -> bool:
             if index < length // size:
                 return True  # in the cache, as far as the windows of a longer prefix need it
-            return self.shelf.has(chain[index][0], f"kv{group}")
+            return self.shelf.has(chain[index], f"kv{group}")
 
         for low in range(0, limit - size + 1, size):
-            part = tuple(tokens[low : low + size])
-            key = next_key(keys[-1], part)
+            key = next_key(keys[-1], tuple(tokens[low : low + size]))
             if low + size > length and not all(self.shelf.has(key, name) for name in full):
                 break
             keys.append(key)
-            links.append((key, part))
-        for number in range(len(links), -1, -1):
+        for number in range(len(keys) - 1, -1, -1):
             low = number * size
             tails = range(min(size - 1, limit - low), 0, -1) if to_state else ()
             for end in (*(low + count for count in tails), low):
                 if end <= length:
                     continue
-                chain = links[:number]
+                chain = keys[1 : number + 1]
                 if end > low:
-                    part = tuple(tokens[low:end])
-                    chain.append((next_key(keys[number], part), part))
-                is_end = not to_state or self.shelf.has(chain[-1][0], STATES)
+                    chain.append(next_key(keys[number], tuple(tokens[low:end])))
+                is_end = not to_state or self.shelf.has(chain[-1], STATES)
                 if is_end and serves(windows, size, end, is_held):
                     return _Found(end, chain)
             if low + size <= length:
@@ -171,23 +155,21 @@ class DiskTier:
     def _load(self, cache: PrefixCache, found: _Found, length: int, to_state: bool) -> dict[str, Any] | None:
         """Return the arrays of each layer, in parts, by ``k<layer>`` and ``v<layer>``, and the states; None if a file
         was bad."""
-        size, pool = cache.block_size, cache.pool
         loaded: dict[str, Any] = {}
-        for index in range(length // size, len(found.links)):
-            key, tokens = found.links[index]
+        for index in range(length // cache.block_size, len(found.keys)):
             for group, first in enumerate(_first_blocks(cache, found.end)):
                 if index < first:
                     continue
-                read = self.shelf.load(key, f"kv{group}", tokens, _expected(pool, group, len(tokens)))
+                read = self.shelf.load(found.keys[index], f"kv{group}")
                 if read is None:
                     return None
                 for name, array in read[0].items():
                     loaded.setdefault(name, []).append(array)
         if to_state:
-            read = self.shelf.load(found.links[-1][0], STATES, found.links[-1][1], {})
+            read = self.shelf.load(found.keys[-1], STATES)
             if read is None:
                 return None
-            loaded[STATES] = SavedStates(read[1], read[0])
+            loaded[STATES] = Checkpoint(read[1], read[0])
         return loaded
 
     @staticmethod
@@ -215,18 +197,6 @@ def _first_blocks(cache: PrefixCache, end: int) -> list[int]:
     size = cache.block_size
     seen = [0 if window is None else window.first_seen(end) for window in cache.windows]
     return [-(-first // size) if first == end else first // size for first in seen]
-
-
-def _expected(pool: BlockPool, group: int, num_tokens: int) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
-    """Return shape and dtype of the arrays of a block in every layer of a group."""
-    geometry = pool.groups[group].geometry
-    assert geometry is not None
-    heads, k_dim, v_dim, dtype, _ = geometry.stored
-    return {
-        f"{name}{layer}": ((1, heads, num_tokens, dim), dtype)
-        for layer in pool.groups[group].spec.layers
-        for name, dim in (("k", k_dim), ("v", v_dim))
-    }
 
 
 def _reader(pool: BlockPool, group: int, entry: Entry) -> Callable[[], tuple[dict[str, mx.array], str]]:

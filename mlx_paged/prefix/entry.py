@@ -6,11 +6,11 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..kv.allocator import NULL_BLOCK
 from ..kv.geometry import Window
 
 
@@ -31,18 +31,7 @@ def is_saved(salt: Hashable) -> bool:
     return isinstance(salt, tuple) and bool(salt) and isinstance(salt[0], SavedName)
 
 
-class Checkpoint(NamedTuple):
-    """States of layers without blocks: convolution tails and recurrent states.
-
-    Attributes:
-        nbytes: size of the states.
-        caches: the states, which are never written to, or caches from which they can be made.
-    """
-
-    nbytes: int
-    caches: Any
-
-
+@dataclass(eq=False, slots=True)
 class Entry:
     """One block of a prefix.
 
@@ -60,38 +49,22 @@ class Entry:
         stays_in_memory: never written to disk: a token stands for an image, or the salt has no meaning there.
     """
 
-    __slots__ = (
-        "before",
-        "blocks",
-        "checkpoint",
-        "end",
-        "key",
-        "num_children",
-        "parent",
-        "stays_in_memory",
-        "tokens",
-        "used_at",
-    )
+    before: bytes
+    key: bytes
+    parent: Entry | None
+    tokens: tuple[int, ...]
+    blocks: list[int]
+    stays_in_memory: bool
+    num_children: int = 0
+    used_at: float = 0.0
+    checkpoint: Checkpoint | None = None
+    end: int = field(init=False)
 
-    def __init__(
-        self,
-        before: bytes,
-        key: bytes,
-        parent: Entry | None,
-        tokens: tuple[int, ...],
-        num_groups: int,
-        *,
-        stays_in_memory: bool,
-    ) -> None:
-        self.before, self.key, self.parent, self.tokens = before, key, parent, tokens
-        self.end: int = len(tokens) + (0 if parent is None else parent.end)
-        self.blocks = [NULL_BLOCK] * num_groups
-        self.num_children = 0
-        self.used_at = 0.0
-        self.checkpoint: Checkpoint | None = None
+    def __post_init__(self) -> None:
+        parent = self.parent
+        self.end = len(self.tokens) + (0 if parent is None else parent.end)
         # An image's id is a negative hash of its URL: the URL may show another image after a restart.
-        of_parent = parent is not None and parent.stays_in_memory
-        self.stays_in_memory: bool = stays_in_memory or min(tokens) < 0 or of_parent
+        self.stays_in_memory |= min(self.tokens) < 0 or (parent is not None and parent.stays_in_memory)
 
     def path(self) -> list[Entry]:
         """Return the entries of the prefix that ends here, this one last."""
@@ -146,8 +119,9 @@ def serves(windows: Sequence[Window | None], block_size: int, length: int, is_he
     return True
 
 
-class SavedStates(NamedTuple):
-    """States of a checkpoint in the form of a file. They become caches when a sequence adopts them.
+class Checkpoint(NamedTuple):
+    """States of layers without blocks (convolution tails, recurrent states) at the end of a prefix, in the form of a
+    file. They become caches when a sequence adopts them.
 
     Attributes:
         text: JSON list of each cache's class and state, with names in place of arrays.
@@ -158,10 +132,15 @@ class SavedStates(NamedTuple):
     arrays: dict[str, mx.array]
 
     @classmethod
-    def of(cls, caches: Sequence[Any]) -> SavedStates:
-        """Return the states of caches that have mlx-lm's attribute ``state``."""
+    def of(cls, caches: Sequence[Any]) -> Checkpoint:
+        """Return a copy of the states of caches that have mlx-lm's attribute ``state``.
+
+        Raises:
+            ValueError: a state has something other than arrays, numbers, texts, lists and tuples.
+        """
         arrays: dict[str, mx.array] = {}
         described = [[type(cache).__name__, _described(cache.state, arrays)] for cache in caches]
+        mx.eval(arrays)
         return cls(json.dumps(described), arrays)
 
     @property
@@ -186,22 +165,18 @@ class SavedStates(NamedTuple):
 def _described(value: Any, arrays: dict[str, mx.array]) -> Any:
     if isinstance(value, mx.array):
         name = f"s{len(arrays)}"
-        arrays[name] = value
+        arrays[name] = mx.contiguous(value)  # a view would keep the larger array alive
         return {"array": name}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_described(each, arrays) for each in value]
-    if isinstance(value, tuple):
-        return {"tuple": [_described(each, arrays) for each in value]}
     if value is None or isinstance(value, str | int | float):
         return value
-    raise ValueError(f"a state with {type(value).__name__} cannot be written")
+    raise ValueError(f"a state with {type(value).__name__} cannot be kept")
 
 
 def _value(described: Any, arrays: dict[str, mx.array]) -> Any:
     if isinstance(described, dict):
-        if "array" in described:
-            return mx.array(arrays[described["array"]])  # a copy: caches write into their arrays
-        return tuple(_value(each, arrays) for each in described["tuple"])
+        return mx.array(arrays[described["array"]])  # a copy: caches write into their arrays
     if isinstance(described, list):
         return [_value(each, arrays) for each in described]
     return described

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
+from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-
-from ..by_model import ByModel
+from mlx.utils import tree_flatten
 
 # Increment it when this package computes other keys and values of the same model: what is on disk is not used then.
 FORMAT = 1
 PIECE_WORDS = 4 << 20  # words of 4 bytes summed at a time
 
 
-def model_identity(model: nn.Module, config: Any = None) -> str:
+def model_identity(model: nn.Module) -> str:
     """Return a hash of everything that a model's keys and values depend on, except tokens.
 
     It covers each array's name, dtype and shape, and a checksum of its bytes, computed on the device, since fine-tuned
-    models share shapes; each module's class and plain attributes, such as a norm's ``eps`` or an adapter's ``scale``;
-    the configuration; the versions of MLX and mlx-lm; and :data:`FORMAT`.
+    models share shapes; each module's class and plain attributes, such as a norm's ``eps``, an adapter's ``scale`` or
+    the model's arguments; the versions of MLX and mlx-lm; and :data:`FORMAT`.
 
     Args:
         model: a loaded model, adapters included.
-        config: the parsed config.json that it was loaded with.
 
     Returns:
         64 hex digits.
     """
-    texts = [f"format {FORMAT}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}", _as_json(config)]
+    texts = [f"format {FORMAT}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"]
     for path, module in sorted(model.named_modules(), key=lambda named: named[0]):
         texts.append(f"{path}: {type(module).__module__}.{type(module).__qualname__} {_as_json(_plain(module))}")
-        for name, x in _arrays(dict(module)):
-            texts.append(f"{path}.{name}: {x.dtype} {x.shape} {_checksum(x)}")
+    for name, x in sorted(tree_flatten(model), key=itemgetter(0)):
+        texts.append(f"{name}: {x.dtype} {x.shape} {_checksum(x)}" if isinstance(x, mx.array) else f"{name}: {x!r}")
     return digest_of(texts)
 
 
@@ -63,16 +60,6 @@ def _as_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=lambda other: type(other).__qualname__)
 
 
-def _arrays(values: Any, name: str = "") -> Iterator[tuple[str, mx.array]]:
-    """Yield the arrays in a module's attributes, including nested lists and dicts, but not nested modules."""
-    if isinstance(values, mx.array):
-        yield name, values
-    elif isinstance(values, dict | list | tuple) and not isinstance(values, nn.Module):
-        items = values.items() if isinstance(values, dict) else enumerate(values)
-        for key, value in sorted(items, key=lambda item: str(item[0])):
-            yield from _arrays(value, f"{name}.{key}")
-
-
 def _checksum(x: mx.array) -> list[int]:
     """Return two sums of the array's words, each mixed with its position, so that their order counts."""
     raw = x.reshape(-1).view(mx.uint8)
@@ -91,20 +78,4 @@ def _checksum(x: mx.array) -> list[int]:
 def identity_of(models: Sequence[Any]) -> str:
     """Return the identity of models, a target and perhaps its draft, on disk (see :func:`model_identity`). Not cached:
     another model may have been saved under the same name since."""
-    return digest_of(model_identity(model, loaded_configs.get(model)) for model in models)
-
-
-# The config.json that each model was loaded with: the file may have changed by the time it is needed.
-loaded_configs: ByModel[dict[str, Any]] = ByModel("configuration")
-
-
-def noting_configs(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return mlx-lm's ``load``, wrapped to record the configuration of each model in :data:`loaded_configs`."""
-
-    @functools.wraps(load)
-    def noting_load(*args: Any, return_config: bool = False, **kwargs: Any) -> Any:
-        model, tokenizer, config = load(*args, return_config=True, **kwargs)
-        loaded_configs.put(model, copy.deepcopy(config))
-        return (model, tokenizer, config) if return_config else (model, tokenizer)
-
-    return noting_load
+    return digest_of(map(model_identity, models))

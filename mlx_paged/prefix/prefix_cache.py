@@ -185,7 +185,7 @@ class PrefixCache:
         table: BlockTable,
         salt: Hashable = None,
         *,
-        states: Callable[[], tuple[int, Any]] | None = None,
+        states: Callable[[], Checkpoint | None] | None = None,
         keep: int = 0,
     ) -> bool:
         """Take references on the whole blocks of ``tokens``, and with ``states`` on the block of the last ones.
@@ -196,8 +196,7 @@ class PrefixCache:
             tokens: from position 0 on.
             table: holds the tokens.
             salt: see :meth:`root`.
-            states: returns the bytes and the caches of a checkpoint at the tokens' end, which are never written to;
-                called if there is none yet.
+            states: returns a checkpoint of the tokens' end, or None if there cannot be one; called if there is none.
             keep: number of leading tokens that are evicted after others. They take up to :data:`KEPT_SHARE` of the
                 pool's budget; beyond it, those kept first become ordinary ones.
 
@@ -217,8 +216,8 @@ class PrefixCache:
             self.expire()
             checkpoint = None
             if states is not None and not self._has_state(tokens, salt):
-                checkpoint = self._new_checkpoint(*states())
-                if checkpoint is None:
+                checkpoint = states()
+                if checkpoint is None or not self._has_room(checkpoint.nbytes):
                     self.dropped_states += 1
                     return False
             path: list[Entry] = []
@@ -241,14 +240,12 @@ class PrefixCache:
         longest = next(self._candidates([*tokens, -1], salt, to_state=True), None)
         return longest is not None and longest[-1].end == len(tokens)
 
-    def _new_checkpoint(self, nbytes: int, caches: Any) -> Checkpoint | None:
-        """Return a checkpoint for states, or None if there is no room for them."""
+    def _has_room(self, nbytes: int) -> bool:
+        """Return whether there is room for a checkpoint, after dropping others if necessary."""
         memory, most = self.pool.memory, int(self.pool.memory.budget * STATES_SHARE)
         if self.state_nbytes + nbytes > most:
             self.evict_states(self.state_nbytes + nbytes - most)
-        if self.state_nbytes + nbytes > most or nbytes > memory.unreserved_bytes:
-            return None
-        return Checkpoint(nbytes, caches)
+        return self.state_nbytes + nbytes <= most and nbytes <= memory.unreserved_bytes
 
     def _add(self, path: list[Entry], tokens: Sequence[int], table: BlockTable, salt: Hashable) -> None:
         """Add the entries of ``tokens`` that are missing, and append all of them to ``path``."""
@@ -261,7 +258,8 @@ class PrefixCache:
             if entry is not None and entry.tokens != part:
                 return  # another prefix has the same hash
             if entry is None:
-                entry = Entry(before, key, parent, part, len(self.windows), stays_in_memory=not is_saved(salt))
+                nothing = [NULL_BLOCK] * len(self.windows)
+                entry = Entry(before, key, parent, part, nothing, stays_in_memory=not is_saved(salt))
                 self._hold(entry, table, low // self.block_size)
                 self.entries[key] = entry
                 if len(part) < self.block_size:

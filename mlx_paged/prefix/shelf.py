@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import re
 import stat
@@ -12,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -27,10 +26,7 @@ MAGIC = b"mlx_paged prefix 3\n"
 DIGEST_BYTES = 32
 STALE_SECONDS = 3600
 NAME = re.compile(r"[0-9a-f]{32}\.(kv[0-9]+|states)")
-# Temporary files, and files of earlier versions, which cannot be used.
-USELESS = re.compile(r"(\.[0-9]+-[0-9]+|[0-9a-f]{32}-[0-9a-f]{32})\.(safetensors|tmp)")
-
-Expected = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype of each array that a file must hold
+TEMPORARY = re.compile(r"\.[0-9]+-[0-9]+\.tmp")
 
 
 class ShelfWarning(UserWarning):
@@ -44,9 +40,8 @@ class Shelf:
     contents, so a file that is truncated, altered or renamed is not used but deleted, with one warning. Nothing is
     synced to disk: a file torn by a power cut is not served.
 
-    Folder and files are private (0700, 0600) from their creation, whatever the umask. An existing folder that others
-    can read is made private if it holds nothing but such files; this user's files that others can read are made
-    private, too. Files of other users, links and everything else are ignored.
+    Folder and files are private (0700, 0600) from their creation; an existing folder stays as it is. Files of other
+    users, links and everything else are ignored.
 
     Args:
         path: the folder, created if missing.
@@ -76,43 +71,24 @@ class Shelf:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._waiting: dict[bytes, memoryview] = {}  # to be written
         self._waiting_bytes = 0
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self.path.mkdir(mode=0o700)
-            self.path.chmod(0o700)  # the umask may have taken permissions from the owner
-        except FileExistsError:
-            self._make_private()
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._list()
         self._enforce_limit()
 
-    def _make_private(self) -> None:
-        mode = self.path.stat()
-        if not mode.st_mode & 0o077:
-            return
-        is_ours = mode.st_uid == os.geteuid() and not mode.st_mode & stat.S_ISVTX
-        if is_ours and all(NAME.fullmatch(name) or USELESS.fullmatch(name) for name in os.listdir(self.path)):
-            self.path.chmod(stat.S_IMODE(mode.st_mode) & ~0o077)
-            text = f"{self.path} was accessible to other users; now only its owner can access it"
-        else:
-            text = f"{self.path} is accessible to other users; the files written there are not"
-        warnings.warn(f"mlx_paged: {text}", ShelfWarning, stacklevel=4)
-
     def _list(self) -> None:
-        """Index the files in the folder. Useless ones that are an hour old, which no process is writing any more, are
+        """Index the files in the folder. Temporary ones that are an hour old, which no process is writing any more, are
         deleted."""
         found: list[tuple[int, bytes, int]] = []
         with os.scandir(self.path) as listed:
             for entry in listed:
                 is_named = NAME.fullmatch(entry.name)
-                if not (is_named or USELESS.fullmatch(entry.name)):
+                if not (is_named or TEMPORARY.fullmatch(entry.name)):
                     continue
                 try:
                     status = entry.stat(follow_symlinks=False)
                     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                         self.warn(f"{entry.path} was ignored: not a file of this user")
                     elif is_named:
-                        if status.st_mode & 0o077:
-                            os.close(self._open(entry.name))
                         found.append((status.st_mtime_ns, _index_of(entry.name), status.st_size))
                     elif time.time() - status.st_mtime > STALE_SECONDS:
                         os.unlink(entry.path)
@@ -138,7 +114,6 @@ class Shelf:
         self,
         key: bytes,
         part: str,
-        tokens: Sequence[int],
         nbytes: int,
         arrays: Callable[[], tuple[dict[str, mx.array], str]],
         *,
@@ -149,7 +124,6 @@ class Shelf:
         Args:
             key: key of a prefix.
             part: what is saved of it.
-            tokens: tokens of its last block.
             nbytes: about as many bytes as the arrays have.
             arrays: returns arrays by name, and a text; called only if they will be written.
             wait: wait until the queue has room; otherwise what it has no room for is dropped.
@@ -166,7 +140,7 @@ class Shelf:
                 return False
             self._wait()
         index = key + part.encode()
-        data = _packed(_name_of(index), tokens, *arrays())
+        data = _packed(_name_of(index), *arrays())
         with self._lock:
             self._waiting[index] = data
             self._waiting_bytes += len(data)
@@ -198,7 +172,6 @@ class Shelf:
             temporary.unlink(missing_ok=True)  # left by an earlier process with this id
             descriptor = os.open(temporary, flags, 0o600)
             with open(descriptor, "wb") as file:
-                os.fchmod(descriptor, 0o600)
                 _fill(file, data)
             temporary.replace(self.path / name)
         finally:
@@ -223,22 +196,13 @@ class Shelf:
 
     # Loading --------------------------------------------------------------------------------------------------
 
-    def load(
-        self, key: bytes, part: str, tokens: Sequence[int], expected: Expected
-    ) -> tuple[dict[str, Any], str] | None:
+    def load(self, key: bytes, part: str) -> tuple[dict[str, Any], str] | None:
         """Return arrays and text of a part of a key. If the file is gone, or is not what was written, return None; it
-        is not there any more then.
-
-        Args:
-            key: key of a prefix.
-            part: what to load of it.
-            tokens: tokens of its last block.
-            expected: arrays that the file must hold.
-        """
+        is not there any more then."""
         index = key + part.encode()
         waiting = self._waiting.get(index)
         try:
-            found = _unpacked(_name_of(index), tokens, self._read(index) if waiting is None else waiting, expected)
+            found = _unpacked(_name_of(index), self._read(index) if waiting is None else waiting)
         except FileNotFoundError:  # deleted by another process
             self._forget(index)
             return None
@@ -259,24 +223,16 @@ class Shelf:
             return file.read(self._sizes.get(index, 0) + 1)
 
     def _open(self, name: str) -> int:
-        """Return a descriptor of a file of this user, which is made private. Follows no link, and does not wait for the
-        writer of a pipe."""
+        """Return a descriptor of a file of this user. Follows no link, and does not wait for the writer of a pipe."""
         descriptor = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise OSError("not a file of this user")
-            if status.st_mode & 0o077:
-                os.fchmod(descriptor, 0o600)
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
-
-    def forget(self, key: bytes, parts: Sequence[str]) -> None:
-        """Leave files on disk, but do not find them again."""
-        for part in parts:
-            self._forget(key + part.encode())
 
     def _forget(self, index: bytes) -> None:
         with self._lock:
@@ -311,28 +267,21 @@ def _index_of(name: str) -> bytes:
     return bytes.fromhex(key) + part.encode()
 
 
-def _packed(name: str, tokens: Sequence[int], arrays: dict[str, mx.array], text: str) -> memoryview:
+def _packed(name: str, arrays: dict[str, mx.array], text: str) -> memoryview:
     """Return the bytes of a file: a copy of the arrays in host memory."""
     file = io.BytesIO()
-    mx.save_safetensors(file, arrays, {"tokens": json.dumps(list(tokens)), "text": text})
+    mx.save_safetensors(file, arrays, {"text": text})
     payload = file.getbuffer()
     return memoryview(b"".join([MAGIC, _digest(name, payload), payload]))
 
 
-def _unpacked(
-    name: str, tokens: Sequence[int], data: bytes | memoryview, expected: Expected
-) -> tuple[dict[str, Any], str]:
+def _unpacked(name: str, data: bytes | memoryview) -> tuple[dict[str, Any], str]:
     """Return a file's arrays and text. Raises any type of error if it is not what :func:`_packed` returned."""
     payload = memoryview(data)[len(MAGIC) + DIGEST_BYTES :]
     if data[: len(data) - len(payload)] != MAGIC + _digest(name, payload):
         raise ValueError("its contents do not match their digest")
     loaded: Any = mx.load(io.BytesIO(payload), format="safetensors", return_metadata=True)
     arrays, metadata = loaded
-    if json.loads(metadata["tokens"]) != list(tokens):
-        raise ValueError("it holds other tokens")
-    for each, (shape, dtype) in expected.items():
-        if each not in arrays or arrays[each].shape != shape or arrays[each].dtype != dtype:
-            raise ValueError(f"{each} is missing, or not {dtype} {shape}")
     mx.eval(list(arrays.values()))
     return arrays, metadata["text"]
 

@@ -6,41 +6,41 @@ import json
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 
 from ..errors import RankError
 
-_HEAD = struct.Struct(">I")  # length of a message in bytes
 _ADDRESS_BYTES = 512  # of rank 0; in the reduction each is an int32
 _TOKEN_BYTES = 16
 _STRANGER_SECONDS = 2.0  # in which a new connection has to send its token
 
 
 class Connection:
-    """The connection to another rank. A thread reads what it sends.
+    """The connection to another rank; messages are lines of JSON. A thread reads what the other rank sends.
 
     Args:
         rank: the other rank.
-        socket: to it; owned by this object from now on.
+        source: a socket to it; owned by this object from now on.
+        lines: what reads from the socket.
         timeout: seconds after which the system ends it if the other machine does not answer any more.
 
     Attributes:
         has_left: the other rank has announced that it ends.
     """
 
-    def __init__(self, rank: int, socket: socket.socket, timeout: float) -> None:
+    def __init__(self, rank: int, source: socket.socket, lines: BinaryIO, timeout: float) -> None:
         self.rank = rank
         self.has_left = False
-        self._socket = _settled(socket, timeout)
+        self._socket, self._lines = source, lines
+        _settle(source, timeout)
         self._sending = threading.Lock()
         self._inbox: SimpleQueue[list[Any] | None] = SimpleQueue()
 
@@ -49,17 +49,16 @@ class Connection:
         threading.Thread(target=self._read_all, args=(on_end,), name=f"rank {self.rank}", daemon=True).start()
 
     def _read_all(self, on_end: Callable[[str], None]) -> None:
-        try:
-            while True:
-                (length,) = _HEAD.unpack(_read(self._socket, _HEAD.size))
-                message = json.loads(_read(self._socket, length).decode("utf-8", "surrogatepass"))
+        why = f"rank {self.rank} has died"
+        with suppress(OSError, ValueError):
+            for line in self._lines:
+                message = json.loads(line)
                 if isinstance(message, str):
+                    why = message
                     break
                 self._inbox.put(message)
-        except (EOFError, OSError, ValueError):
-            message = f"rank {self.rank} has died"
-        if message:
-            on_end(message)
+        if why:
+            on_end(why)
         self.has_left = True
         self._inbox.put(None)
 
@@ -69,12 +68,12 @@ class Connection:
         Raises:
             RankError: the other rank is gone.
         """
-        body = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         try:
             if self.has_left:
                 raise OSError
             with self._sending:
-                self._socket.sendall(_HEAD.pack(len(body)) + body)
+                self._socket.sendall(line)
         except OSError:
             raise RankError(f"rank {self.rank} has {'ended' if self.has_left else 'died'}") from None
 
@@ -94,19 +93,7 @@ class Connection:
         self._socket.close()
 
 
-def _read(source: socket.socket, count: int) -> bytes:
-    """Read exactly ``count`` bytes. Raises OSError; EOFError at the end."""
-    parts = []
-    while count:
-        part = source.recv(min(count, 1 << 20))
-        if not part:
-            raise EOFError("the connection is closed")
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
-
-
-def _settled(source: socket.socket, timeout: float) -> socket.socket:
+def _settle(source: socket.socket, timeout: float) -> None:
     """Set a connection up: it waits without end, sends at once, and ends if the other machine is lost."""
     source.settimeout(None)
     source.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -121,7 +108,6 @@ def _settled(source: socket.socket, timeout: float) -> socket.socket:
     ):
         with suppress(AttributeError):
             source.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return source
 
 
 # Meeting --------------------------------------------------------------------------------------------------------------
@@ -192,20 +178,20 @@ def _accept(listener: socket.socket, size: int, token: str, timeout: float) -> l
             missing = sorted(set(range(1, size)) - set(found))
             raise RankError(f"rank(s) {missing} have not connected to rank 0 within {timeout:.0f} s") from None
         source.settimeout(_STRANGER_SECONDS)
-        said = b""
-        with suppress(OSError, EOFError):
-            said = _read(source, len(_hello(token, 0)))
+        lines, said = source.makefile("rb"), b""
+        with suppress(OSError):
+            said = lines.readline(len(_hello(token, 0)))
         rank = next((each for each in range(1, size) if secrets.compare_digest(said, _hello(token, each))), None)
         if rank is None or rank in found:
             source.close()
         else:
-            found[rank] = Connection(rank, source, timeout)
+            found[rank] = Connection(rank, source, lines, timeout)
     return [found[rank] for rank in sorted(found)]
 
 
 def _hello(token: str, rank: int) -> bytes:
-    """Return what a rank sends first."""
-    return f"{token}{rank:8}".encode()
+    """Return the line that a rank sends first."""
+    return f"{token}{rank:8}\n".encode()
 
 
 def _connect(host: str, port: int, token: str, rank: int, timeout: float) -> Connection:
@@ -214,4 +200,4 @@ def _connect(host: str, port: int, token: str, rank: int, timeout: float) -> Con
         source.sendall(_hello(token, rank))
     except OSError as error:
         raise RankError(f"rank {rank} cannot reach rank 0 at {host}:{port}: {error}") from error
-    return Connection(0, source, timeout)
+    return Connection(0, source, source.makefile("rb"), timeout)

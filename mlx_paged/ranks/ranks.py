@@ -166,7 +166,7 @@ class Ranks(Peers):
     # Ending ---------------------------------------------------------------------------------------------------------
 
     def on_fault(self, callback: Callable[[str], None]) -> None:
-        """Register a callback for the end of this process because of a rank: it gets its own thread, and 2 s."""
+        """Register a callback for the end of this process because of a rank: it has 2 s."""
         self._on_fault = callback
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -184,21 +184,17 @@ class Ranks(Peers):
             return
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # another thread already ends the process
-        last = threading.Thread(target=self._last_words, args=(why,), daemon=True)
-        last.start()
-        last.join(GRACE_SECONDS)
-        with suppress(Exception):
-            sys.stderr.flush()
-        os._exit(EXIT_STATUS)
-
-    def _last_words(self, why: str) -> None:
+        limit = threading.Timer(GRACE_SECONDS, os._exit, [EXIT_STATUS])
+        limit.daemon = True
+        limit.start()
         with suppress(Exception):
             print(f"mlx_paged: rank {self.rank} of {self.size} ends: {why}", file=sys.stderr, flush=True)
-        for other in self._others:
-            with suppress(RankError):
-                other.send(why)
-        if self._on_fault is not None:
-            self._on_fault(why)
+            for other in self._others:
+                with suppress(RankError):
+                    other.send(why)
+            if self._on_fault is not None:
+                self._on_fault(why)
+        os._exit(EXIT_STATUS)
 
     def close(self) -> None:
         """Tell the other ranks that this one ends, and close the connections. May be called again."""

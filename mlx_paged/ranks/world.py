@@ -15,10 +15,8 @@ import mlx.nn as nn
 from mlx.nn.layers import distributed
 
 from ..engine.interfaces import ALONE, Peers
-from ..errors import ConfigError, KernelUnavailableError
+from ..errors import ConfigError
 from ..kernels.availability import backend
-from ..kv.blocks import BlocksChoice, ChooseBlocks, blocks_choice
-from ..kv.geometry import Geometry, QueryHeads
 from .ranks import Ranks
 
 RANK_TIMEOUT = 30.0
@@ -30,7 +28,7 @@ SHARDED = tuple(
 )
 
 _lock = threading.Lock()
-_connected: dict[tuple[int, int], Ranks] = {}  # by rank and size
+_connected: list[Ranks] = []  # at most one: there is one group of all processes
 
 
 def parse_timeout(text: str | float) -> float:
@@ -55,12 +53,11 @@ def connect(group: Any, timeout: float | None = None) -> Ranks:
         RankError: the ranks could not connect. ConfigError: the variable is invalid.
     """
     with _lock:
-        key = (group.rank(), group.size())
-        if key not in _connected:
+        if not _connected:
             if timeout is None:
                 timeout = parse_timeout(os.environ.get(VARIABLE) or RANK_TIMEOUT)
-            _connected[key] = Ranks(group, timeout)
-        return _connected[key]
+            _connected.append(Ranks(group, timeout))
+        return _connected[0]
 
 
 def group_of(model: Any) -> Any | None:
@@ -88,68 +85,27 @@ def peers_of(model: Any) -> Peers:
 # What must be the same ------------------------------------------------------------------------------------------------
 
 
-def check_heads(model: nn.Module, ranks: Ranks) -> None:
-    """Raise ConfigError if the key and value heads are not divisible by the ranks; mlx-lm would shard them anyway."""
-    for module in model.modules():
-        if not isinstance(getattr(module, "k_proj", None), SHARDED):
-            continue
-        heads = _first_of(module, "n_kv_heads", "num_key_value_heads")
-        queries = _first_of(module, "n_heads", "num_attention_heads", "num_heads")
-        rows = module.k_proj.weight.shape[0]
-        if heads is None or queries is None:
-            continue
-        head_dim = getattr(module, "head_dim", None) or module.q_proj.weight.shape[0] // max(1, queries)
-        if not heads or heads * head_dim != rows:
-            raise ConfigError(
-                f"the key and value heads cannot be split over {ranks.size} ranks: each would get {rows} rows of "
-                f"k_proj, but a head has {head_dim}"
-            )
-
-
-def _first_of(module: nn.Module, *names: str) -> int | None:
-    return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
-
-
-def agreed_budget(ranks: Ranks, num_bytes: int, options: Mapping[str, Any]) -> int:
-    """Return the smallest of the ranks' pool budgets, in bytes. Each rank's pool holds its part of the heads.
+def agreed_budget(model: Any, num_bytes: int, options: Mapping[str, Any]) -> int:
+    """Return the smallest budget in bytes that a rank has for its part of a model's pool; ``num_bytes`` if the model is
+    not sharded.
 
     Args:
+        model: as loaded by mlx-lm.
         num_bytes: this rank's budget.
         options: the pool's, by name.
 
     Raises:
-        ConfigError: the options, or the backends of kernels, differ.
+        ConfigError: the options, or the backends of kernels, differ, or the heads cannot be split over the ranks.
     """
+    ranks = ranks_of(model)
+    if ranks is None:
+        return num_bytes
+    heads = getattr(getattr(model, "args", None), "num_key_value_heads", None)
+    if isinstance(heads, int) and heads % ranks.size:  # mlx-lm would cut heads
+        raise ConfigError(f"{heads} key and value heads cannot be split over {ranks.size} ranks")
     named = {name: repr(value) for name, value in options.items()}
     check_same(ranks, "the configuration", {**named, "backend": backend() or "the CPU"})
     return min(ranks.exchange(num_bytes))
-
-
-def agreed_blocks(ranks: Ranks, choose: ChooseBlocks) -> ChooseBlocks:
-    """Return a choice of blocks that is the same on all ranks: with a kernel only if that works on each of them.
-
-    Args:
-        choose: this rank's own choice.
-    """
-
-    def choose_alike(geometry: Geometry, block_size: int, heads: QueryHeads | None) -> BlocksChoice:
-        mine: BlocksChoice | None = None
-        failure = ""
-        try:
-            mine = choose(geometry, block_size, heads)
-        except KernelUnavailableError as error:
-            failure = str(error)
-        found = ranks.exchange((failure, "" if mine is None or mine.has_kernel else mine.reason))
-        for rank, (failed, _) in enumerate(found):
-            if failed:
-                raise KernelUnavailableError(f"rank {rank}: {failed}")
-        assert mine is not None
-        for rank, (_, why_not) in enumerate(found):
-            if mine.has_kernel and why_not:
-                return blocks_choice(False)(geometry, block_size, heads)._replace(reason=f"rank {rank}: {why_not}")
-        return mine
-
-    return choose_alike
 
 
 # Suffixes of the files that mlx-lm reads from a model's folder.

@@ -20,7 +20,6 @@ from mlx_lm.generate import make_stop_sequences, stream_generate
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import LRUPromptCache
 
-from ..by_model import ByModel
 from ..engine.constraint import GrammarProcessor
 from ..engine.memory import PoolBudget
 from ..engine.request import RequestOptions
@@ -34,13 +33,13 @@ from ..patches.cache.lru_prompt_cache import PagedPromptCache, PromptStore, salt
 from ..patches.cache.pools import count_weights, known_pool, pool_of, prefix_pool_of
 from ..patches.cache.prompt_cache import factory_of
 from ..patches.generate.batch_generator import PagedBatchGenerator
-from ..patches.generate.drafting import BudgetShare, check_same_tokens, why_not_drafted
+from ..patches.generate.drafting import check_same_tokens, share_budget, why_not_drafted
 from ..patches.models.mtp import MTPHead, find_head, folder_of, load_head
 from ..patches.patch import fingerprint
 from ..patches.samplers import processors_of, sampler_of
 from ..patches.sharded import sharded_load
 from ..prefix.disk import DiskTier
-from ..prefix.identity import identity_of, noting_configs
+from ..prefix.identity import identity_of
 from ..prefix.prefix_cache import SharedPrefixes
 from ..prefix.shelf import Shelf
 from ..ranks.ranks import Ranks
@@ -55,7 +54,6 @@ from .texts import LoadedTexts
 KNOWN = {"ResponseGenerator._tokenize": "ec31a09902520a3e"}
 SLICE = 128  # tokens of a prompt that are scored at a time
 MAX_TOKENS = 1 << 24  # of a sequence; a budget that holds these counts as unlimited
-_shares: ByModel[BudgetShare] = ByModel("budget share")  # of draft models, as long as they are loaded
 # Tokens of the prompts that are answered before the first client's: one alone, then two that share calls.
 WARM_UP_PROMPTS = ((40,), (40, 20))
 
@@ -145,10 +143,10 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
     options: dict[str, Any] = {"tokenizer_config": tokenizer_config, "return_config": True}
     options["trust_remote_code"] = cli_args.trust_remote_code
     if group is not None:
-        load = explain_load_errors(noting_configs(sharded_load))
+        load = explain_load_errors(sharded_load)
         model, tokenizer, config = load(path, tensor_group=group, **options)
     else:
-        load = explain_load_errors(noting_configs(utils.load))
+        load = explain_load_errors(utils.load)
         model, tokenizer, config = load(path, adapter_path=adapter, lazy=True, **options)
     if cli_args.use_default_chat_template and tokenizer.chat_template is None:
         tokenizer.chat_template = tokenizer.default_chat_template
@@ -403,7 +401,7 @@ class LoadedModels:
         if weights.draft_model is not None and weights.is_batchable:
             own, draft_pool = known_pool(weights.model), factory_of(weights.draft_model, None).pool
             if own is not None and draft_pool is not None:
-                _shares.put(weights.draft_model, BudgetShare(own, draft_pool))
+                share_budget(own, draft_pool)
         if isinstance(self.prompt_cache, PagedPromptCache) and (pool := known_pool(weights.model)) is not None:
             self.prompt_cache.cache_of(pool)  # with it requests need more; `capacity` counts that
         most = capacity(pool_of(weights.model), self.cli_args.prefill_step_size)

@@ -20,6 +20,7 @@ from ...kv.geometry import AttentionParams, Geometry, QueryHeads, Window
 from ...kv.group import LayerGroup
 
 PROBE_ROWS = 3
+STOCK_NAMES = ("empty", "maybe_trim_front", "offset", "size", "start_position")  # what models may read of a paged cache
 
 
 class ProbeLayer:
@@ -41,33 +42,21 @@ class ProbeLayer:
         self.heads: QueryHeads | None = None
         self.adapted = self.split_keys = False
 
-    @property
-    def offset(self) -> int:
-        return int(self._stock.offset)
+    def __getattr__(self, name: str) -> Any:
+        if name in STOCK_NAMES:
+            return getattr(self._stock, name)
+        raise AttributeError(name=name, obj=self)
 
     @property
     def window(self) -> int | None:
         window = window_of(self._stock)
         return None if window is None else window.size
 
-    @property
-    def start_position(self) -> int:  # AttributeError unless the stock cache has chunks
-        return int(self._stock.start_position)
-
-    def maybe_trim_front(self) -> None:
-        self._stock.maybe_trim_front()
-
     def make_mask(self, *args: Any, **kwargs: Any) -> mx.array | str | None:
         if isinstance(self._stock, ChunkedKVCache):  # which has no masks: its model makes them
             return None
         mask: mx.array | str | None = self._stock.make_mask(*args, **kwargs)
         return mask
-
-    def size(self) -> int:
-        return int(self._stock.size())
-
-    def empty(self) -> bool:
-        return bool(self._stock.empty())
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams) -> mx.array:
         self.update_and_fetch(keys, values)
@@ -196,7 +185,6 @@ PADDING_MATTERS = {
 _lock = threading.RLock()
 # A model's layouts by the kinds of its caches, which max_kv_size changes; the most recently used last.
 _layouts: ByModel[dict[tuple[Hashable, ...], PagedLayout]] = ByModel("layouts")
-MAX_LAYOUTS = 8
 
 
 def layout_for(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagedLayout:
@@ -214,8 +202,6 @@ def layout_for(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagedL
             layouts = _layouts.put(model, {})
         layout = layouts.pop(key, None) or _new_layout(model, stock, spare)
         layouts[key] = layout = layout._replace(dtype=dtype)
-        while len(layouts) > MAX_LAYOUTS:
-            del layouts[next(iter(layouts))]
         return layout
 
 

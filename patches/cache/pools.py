@@ -17,7 +17,7 @@ from ...kv.blocks import blocks_choice
 from ...kv.geometry import first_keys
 from ...kv.pool import BlockPool
 from ...machine import kv_budget
-from ..sharded import agreed_pool
+from ..sharded import agreed_budget
 from .layout import PagedLayout
 
 _lock = threading.RLock()
@@ -88,12 +88,11 @@ def pool_for(model: Any, layout: PagedLayout, config: PagedConfig) -> BlockPool:
 
 
 def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig) -> BlockPool:
-    budget, choose = agreed_pool(model, _budget(model, config), blocks_choice(config.kernel), vars(config))
     pool = BlockPool(
         layout.groups,
         block_size=config.block_size,
-        memory_budget=budget,
-        choose_blocks=choose,
+        memory_budget=agreed_budget(model, _budget(model, config), vars(config)),
+        choose_blocks=blocks_choice(config.kernel),
         page_format=config.page_format,
     )
     known = zip(layout.groups, layout.geometries, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...drafts.depth import new_depth
 from ...drafts.draft_model import DraftModel, is_paged
-from ...drafts.look_up import look_up_of
+from ...drafts.look_up import LookUp, depth_of
 from ...drafts.prediction_head import PredictionHead
 from ...engine.decode_batch import DecodeBatch
 from ...engine.draft_steps import NO_DRAFTS_REASON
@@ -30,47 +30,25 @@ from .upstream import UPSTREAM
 NUM_DRAFT_TOKENS = 3  # mlx-lm's default
 MOST_DRAFT_TOKENS = 64  # the server's limit
 
-_lock = threading.RLock()  # shares may end in any thread
-_whole: weakref.WeakKeyDictionary[BlockPool, int] = weakref.WeakKeyDictionary()  # budgets before pools were shared
-_sharing: weakref.WeakKeyDictionary[BlockPool, list[BlockPool]] = weakref.WeakKeyDictionary()  # one for each share
+_lock = threading.Lock()
+_whole: weakref.WeakKeyDictionary[BlockPool, int] = weakref.WeakKeyDictionary()  # budgets before they were shared
+_draft_pools: weakref.WeakKeyDictionary[BlockPool, weakref.WeakSet[BlockPool]] = weakref.WeakKeyDictionary()
 
 
-class BudgetShare:
-    """The share of a pool's budget that the pool of a draft model has, until this object is dropped. The budget is
-    divided in proportion to the bytes of a token, once however many shares the same two pools have. Make it in the
-    compute thread, between steps."""
-
-    def __init__(self, pool: BlockPool, draft_pool: BlockPool) -> None:
-        with _lock:
-            for each in (pool, draft_pool):
-                _whole.setdefault(each, each.memory.budget)
-            _sharing.setdefault(pool, []).append(draft_pool)
-            _divide(pool)
-        weakref.finalize(self, _end_share, pool, draft_pool).atexit = False
-        for each in (pool, draft_pool):
+def share_budget(pool: BlockPool, draft_pool: BlockPool) -> None:
+    """Divide a pool's budget between it and the pools of its draft models, in proportion to the bytes of a token. Call
+    it in the compute thread, between steps."""
+    with _lock:
+        draft_pools = _draft_pools.setdefault(pool, weakref.WeakSet())
+        if draft_pool in draft_pools:
+            return
+        draft_pools.add(draft_pool)
+        sizes = {p: sum(g.bytes_per_block for g in p.groups) / p.block_size for p in (pool, *draft_pools)}
+        whole = min(_whole.setdefault(p, p.memory.budget) for p in sizes)  # one may leave room for more weights
+        for each, size in sizes.items():
+            each.memory.budget = max(1, int(whole * size / sum(sizes.values())))
             if each.memory.unreserved_bytes < 0:
                 each.memory.evict(UNLIMITED)  # tensors go whole, once no prefix holds a block
-
-
-def _end_share(pool: BlockPool, draft_pool: BlockPool) -> None:
-    with _lock:
-        _sharing[pool].remove(draft_pool)
-        if not any(draft_pool in others for others in _sharing.values()):
-            draft_pool.memory.budget = _whole.pop(draft_pool)
-        if _sharing[pool]:
-            _divide(pool)
-        else:
-            del _sharing[pool]
-            pool.memory.budget = _whole.pop(pool)
-
-
-def _divide(pool: BlockPool) -> None:
-    """Divide a pool's budget between it and the pools that share it."""
-    pools = {pool, *_sharing[pool]}
-    sizes = {each: sum(group.bytes_per_block for group in each.groups) / each.block_size for each in pools}
-    whole = min(_whole[each] for each in pools)  # an automatic one leaves room for weights loaded by then
-    for each, size in sizes.items():
-        each.memory.budget = max(1, int(whole * size / sum(sizes.values())))
 
 
 def check_one_proposer(args: argparse.Namespace) -> None:
@@ -124,7 +102,7 @@ def proposer_for(
     prefixes: SharedPrefixes | None = None,
 ) -> Proposer | None:
     """Return what proposes drafts for a decode batch: a draft model, to which the model's pool gives up part of its
-    budget until it is dropped, or look-up, for rows that ask for it. None: no layer is paged.
+    budget, or look-up, for rows that ask for it. None: no layer is paged.
 
     Args:
         batch: the batch. With a prediction head its calls of the model also note the hidden states.
@@ -137,7 +115,7 @@ def proposer_for(
         ConfigError: the models cannot be used together; nothing has changed.
     """
     if draft_model is None:
-        return None if pool is None else look_up_of(pool, batch.peers)
+        return None if pool is None else LookUp(depth_of(pool, batch.peers))
     check_draft_tokens(num_draft_tokens)
     if (why_not := why_not_drafted(batch.model, draft_model)) is not None:
         raise ConfigError(why_not)
@@ -155,5 +133,5 @@ def proposer_for(
     else:
         proposer = DraftModel(draft_model, factory, num_draft_tokens, depth, prefixes)
     if pool is not None:
-        proposer.budget_share = BudgetShare(pool, factory.pool)
+        share_budget(pool, factory.pool)
     return proposer

@@ -12,17 +12,16 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from mlx_paged.cli.server import check_ranks, parse
 from mlx_paged.engine.scheduler import ScheduledStep
 from mlx_paged.errors import ConfigError, RankError, RequestFailedError
-from mlx_paged.ranks import connection
+from mlx_paged.ranks import connection, world
 from mlx_paged.ranks import ranks as ranks_module
 from mlx_paged.ranks.connection import Connection
 from mlx_paged.ranks.ranks import EXIT_STATUS, Ranks
-from mlx_paged.ranks.world import check_heads, check_same, group_of, model_files, parse_timeout
+from mlx_paged.ranks.world import agreed_budget, check_same, group_of, model_files, parse_timeout
 from tests.support.cases import slow
 from tests.support.models.builders import build
 from tests.support.ranks import launch, scenarios
@@ -106,7 +105,8 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ranks, socket.socket
         theirs = socket.create_connection(listener.getsockname())
         mine, _ = listener.accept()
     ended: SimpleQueue[Any] = SimpleQueue()
-    monkeypatch.setattr(ranks_module, "meet", lambda group, timeout: [Connection(1, mine, timeout)])
+    connected = Connection(1, mine, mine.makefile("rb"), 100.0)
+    monkeypatch.setattr(ranks_module, "meet", lambda group, timeout: [connected])
     monkeypatch.setattr(ranks_module.os, "_exit", ended.put)
     ranks = Ranks(SimpleNamespace(rank=lambda: 0, size=lambda: 2), 100.0)
     ranks.on_fault(ended.put)
@@ -143,7 +143,7 @@ def test_failed_step_names_the_rank_that_is_gone(pair: Any) -> None:
 
 def test_rank_that_has_left_raises_in_the_next_step(pair: Any) -> None:
     ranks, theirs, ended = pair
-    Connection(0, theirs, 1.0).close()
+    Connection(0, theirs, theirs.makefile("rb"), 1.0).close()
     with pytest.raises(RankError, match="rank 1 has ended"):
         ranks._others[0].receive()
     with pytest.raises(RankError, match="rank 1 has ended"):
@@ -267,15 +267,12 @@ def test_sampled_bytes_of_each_file_count(at: int, tmp_path: Path) -> None:
     assert one != two
 
 
-def test_heads_that_ranks_would_cut_are_refused() -> None:
-    """Each rank needs whole KV heads; the module does not say how large one is."""
-    model, cut = build("qwen3", num_attention_heads=4, num_key_value_heads=2), SimpleNamespace(size=2)
-    model.shard(mx.distributed.init())
-    check_heads(model, cut)  # type: ignore[arg-type]
-    for layer in model.layers:
-        layer.self_attn.k_proj.weight = layer.self_attn.k_proj.weight[:-8]
-    with pytest.raises(ConfigError, match="cannot be split over 2 ranks"):
-        check_heads(model, cut)  # type: ignore[arg-type]
+def test_heads_that_ranks_would_cut_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = SimpleNamespace(size=2, exchange=lambda value: [value, value])
+    monkeypatch.setattr(world, "ranks_of", lambda model: ranks)
+    assert agreed_budget(build("qwen3", num_attention_heads=4, num_key_value_heads=2), 100, {}) == 100
+    with pytest.raises(ConfigError, match="3 key and value heads cannot be split over 2 ranks"):
+        agreed_budget(build("qwen3", num_attention_heads=6, num_key_value_heads=3), 100, {})
 
 
 def test_api_keys_are_not_sent_to_other_ranks() -> None:

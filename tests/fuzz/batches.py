@@ -88,7 +88,7 @@ def run(case: Case) -> int:
     Raises:
         AssertionError: they differ, or something is left over.
     """
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     rng = random.Random(f"{case.seed} as it runs")
     expected = expect(case, rng)
     caches = [_stock_cache(case, request) for request in case.requests]

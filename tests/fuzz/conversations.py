@@ -105,7 +105,7 @@ def _turn(rng: random.Random, vocab: int) -> Turn:
 
 def run(conversation: Conversation, folder: Path) -> None:
     """Hold the conversation with stock mlx-lm and with the patches; AssertionError if they differ."""
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     expected = _hold(conversation, folder)
     with contextlib.ExitStack() as stack:
         if conversation.in_place:
@@ -166,6 +166,6 @@ def _take(turn: Turn, steps: Any, cache: list[Any]) -> Outcome:
 def _through_a_file(model: Any, cache: list[Any], file: Path) -> list[Any]:
     upstream_cache.save_prompt_cache(str(file), cache)
     loaded: list[Any] = upstream_cache.load_prompt_cache(str(file))
-    if mlx_paged.patches.is_applied():
-        loaded = mlx_paged.patches.adopt_prompt_cache(model, loaded)
+    if mlx_paged.is_applied():
+        loaded = mlx_paged.adopt_prompt_cache(model, loaded)
     return loaded

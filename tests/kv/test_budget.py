@@ -123,7 +123,7 @@ def test_budget_queries_do_not_change_the_pool() -> None:
     extend(pool, table, 13)
     before = pool.stats(), [list(ids) for ids in table.block_ids]
     assert budget.fits([Append(table, 5), Append(None, 20)]) and not budget.fits([Append(table, 400)])
-    assert budget.holds(30) and not budget.holds(4000) and budget.has_blocks(3)
+    assert budget.holds(30) and not budget.holds(4000) and budget.has_plenty([3])
     budget.exhausted(table, 400)
     assert (pool.stats(), [list(ids) for ids in table.block_ids]) == before
 
@@ -133,7 +133,7 @@ def test_blocks_that_a_window_will_release_count_as_free() -> None:
     budget = PoolBudget(pool, chunk=16)
     table = pool.new_table()
     extend(pool, table, 16)
-    assert not budget.has_blocks(2)
+    assert not budget.has_plenty([1])
     assert budget.fits([Append(table, 4), Append(None, 12)])
     assert pool.stats().live_blocks < 4, "blocks behind the window are released"
     extend(pool, table, 4)

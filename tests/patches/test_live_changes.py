@@ -39,7 +39,7 @@ def storage(request: pytest.FixtureRequest) -> Iterator[None]:
 @functools.cache
 def solos(kind: str) -> list[list[int]]:
     """Stock mlx-lm's tokens of each prompt."""
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     return [greedy(model_of(kind), prompt, TOKENS)[0] for prompt in PROMPTS]
 
 

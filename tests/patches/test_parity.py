@@ -47,7 +47,7 @@ def model_of(kind: str):
 
 @functools.cache
 def stock_run(kind: str, length: int, step: int, num_tokens: int) -> tuple[list[int], np.ndarray]:
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     return greedy(model_of(kind), prompt_of(length), num_tokens, prefill_step_size=step)
 
 

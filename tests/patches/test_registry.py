@@ -49,7 +49,7 @@ def test_every_symbol_is_the_original_object_after_removal() -> None:
     for _ in range(2):
         mlx_paged.remove_patches()
         after = upstream_symbols()
-        assert before.keys() == after.keys() and not mlx_paged.patches.is_applied()
+        assert before.keys() == after.keys() and not mlx_paged.is_applied()
         assert [name for name in before if before[name] is not after[name]] == []
 
 
@@ -78,7 +78,7 @@ def test_changed_upstream_source_is_skipped_with_a_warning(monkeypatch: pytest.M
     monkeypatch.setattr(qwen3.Attention, "__call__", __call__)
     with pytest.raises(PatchError, match="qwen3"):
         mlx_paged.apply_patches(strict=True)
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     with pytest.warns(UserWarning, match=r"qwen3.Attention.__call__ is not patched"):
         report = mlx_paged.apply_patches()
     assert list(report.skipped) == ["mlx_lm.models.qwen3.Attention.__call__"]
@@ -133,7 +133,7 @@ def test_apply_patches_imports_no_model_and_no_server_module() -> None:
 def test_kernel_on_is_refused_without_a_gpu_and_nothing_is_patched() -> None:
     with pytest.raises(KernelUnavailableError, match="kernel=on"):
         mlx_paged.apply_patches(PagedConfig(kernel="on"))
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
 
 
 def test_patching_from_many_threads_is_safe() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.blocks import blocks_choice
 from mlx_paged.kv.device_blocks import DeviceBlocks
 from mlx_paged.kv.geometry import QueryHeads
@@ -305,15 +306,15 @@ def test_restore_that_the_pool_refuses_leaves_nothing_behind(tmp_path: Path, mon
 
     def refuse(self: BlockPool, layer: int, tables: Any, *arrays: mx.array, stored: bool) -> None:
         if layer:
-            raise RuntimeError("no")
+            raise PoolExhaustedError(blocks_needed=1, bytes_needed=1, budget_bytes=1, bytes_reserved=1)
         real(self, layer, tables, *arrays, stored=stored)
 
-    with monkeypatch.context() as patch, pytest.warns(ShelfWarning, match="do not match the model"):
+    with monkeypatch.context() as patch:
         patch.setattr(BlockPool, "write", refuse)
         assert tier.restore(cache, range(9), SALT, False) == 0
     assert len(cache.entries) == pool.stats().live_blocks == 0
     pool.check_integrity()
-    assert tier.restore(cache, range(9), SALT, False) == 0  # not tried again
+    assert tier.restore(cache, range(9), SALT, False) == 8
 
 
 @pytest.mark.parametrize(("dtype", "in_place"), [(mx.float16, False), (mx.bfloat16, False), (mx.float32, True)])
@@ -358,7 +359,7 @@ def modes(folder: Path) -> set[int]:
     return {stat.S_IMODE(path.lstat().st_mode) for path in [*folder.iterdir(), folder]}
 
 
-@pytest.fixture(params=[0o000, 0o022, 0o277])
+@pytest.fixture(params=[0o000, 0o022])
 def umask(request: pytest.FixtureRequest) -> Iterator[None]:
     before = os.umask(request.param)
     yield
@@ -382,34 +383,6 @@ def test_folder_and_files_are_private_at_every_moment(tmp_path: Path, monkeypatc
     assert len(saved(folder, [range(20)])) == 5
     assert len(seen) == 10 and set().union(*seen) == {0o700, 0o600}
     assert restored(folder, (*range(20), 99)) == 20
-
-
-def test_folder_open_to_others_is_made_private(tmp_path: Path) -> None:
-    folder = tmp_path / "shelf"
-    saved(folder, [range(20)])
-    for path in folder.iterdir():
-        path.chmod(0o644)
-    folder.chmod(0o755)
-    with pytest.warns(ShelfWarning, match="was accessible to other users; now only its owner can access it") as caught:
-        assert len(Shelf(folder)) == len(Shelf(folder)) == 5
-    assert len(caught) == 1 and modes(folder) == {0o700, 0o600}
-
-
-@pytest.mark.parametrize("kind", ["with other files", "sticky"])
-def test_shared_folder_keeps_its_permissions(kind: str, tmp_path: Path) -> None:
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    folder.chmod(0o1777 if kind == "sticky" else 0o755)
-    if kind != "sticky":
-        (folder / "notes.txt").write_text("of somebody's")
-        (folder / "notes.txt").chmod(0o644)
-    before = folder.stat().st_mode
-    with pytest.warns(ShelfWarning, match="is accessible to other users; the files written there are not"):
-        saved(folder, [range(9)])
-    assert folder.stat().st_mode == before
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.kv*")} == {0o600}
-    if kind != "sticky":
-        assert stat.S_IMODE((folder / "notes.txt").stat().st_mode) == 0o644
 
 
 def test_files_of_other_users_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,17 +412,6 @@ def test_foreign_entries_are_ignored(kind: str, tmp_path: Path, monkeypatch: pyt
         warnings.simplefilter("always")
         assert restored(tmp_path, (*range(20), 99)) == 20
     assert len([each for each in caught if each.category is ShelfWarning]) == (kind != "not utf-8")
-
-
-def test_old_files_of_earlier_versions_are_deleted(tmp_path: Path) -> None:
-    folder = tmp_path / "shelf"
-    saved(folder, [range(20)])
-    old = folder / ("0" * 32 + "-" + "1" * 32 + ".safetensors")
-    old.write_bytes(b"x" * 1000)
-    os.utime(old, (0, 0))
-    (folder / "of-a-user.safetensors").write_bytes(b"x")
-    assert len(Shelf(folder)) == 5 and not old.exists()
-    assert (folder / "of-a-user.safetensors").exists()
 
 
 def test_shelf_starts_while_another_process_writes_and_deletes(tmp_path: Path) -> None:

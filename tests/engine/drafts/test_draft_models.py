@@ -1,7 +1,6 @@
 """Draft models in batches: every family gives the same tokens as without drafts, whatever the draft model says."""
 
 import functools
-import gc
 from typing import Any
 
 import mlx.core as mx
@@ -10,12 +9,10 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
-from mlx_paged import ConfigError, PagedConfig
-from mlx_paged.cache.batch import Batch, NoBlocksError
+from mlx_paged import ConfigError, PagedConfig, RequestFailedError
 from mlx_paged.drafts.depth import Depth
 from mlx_paged.drafts.draft_model import DraftModel
 from mlx_paged.engine.request import RequestOptions
-from mlx_paged.patches.generate import drafting
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from scripts.support import model_configs
 from tests.support.cases import crossed, quick, slow
@@ -48,7 +45,7 @@ SCALES = {"llama-sliding": 0.1, "deepseek_v3": 0.02, "gpt_oss": 0.02, "gemma": 2
 @functools.cache
 def solos(name: str) -> list[tuple[list[int], list[int], np.ndarray]]:
     """Return prompts and the answers of stock mlx-lm."""
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     prompts = prompts_of(name, LENGTHS)
     return [(p, *greedy(model_of(name), mx.array(p, mx.uint32), TOKENS)) for p in prompts]
 
@@ -157,28 +154,16 @@ def test_pools_keep_to_the_budget_and_rows_without_room_get_no_drafts(is_shared:
     check_nothing_left(gen, model, draft)
 
 
-def test_budget_returns_when_the_generator_is_dropped() -> None:
-    model = model_of("llama")
+def test_budget_is_divided_once_for_each_draft_model() -> None:
+    model, draft = model_of("llama"), noisy("llama", 0.01)
     mlx_paged.apply_patches(PagedConfig(block_size=8, kv_cache_memory=1 << 20))
     pool = mlx_paged.pool_of(model)
-    gc.disable()  # the cyclic collector must not be needed
-    try:
-        for seed in range(3):
-            draft = noisy("llama", 0.01 * seed)
-            gen = generator(model, draft_model=draft)
-            other = generator(model, draft_model=draft)
-            of_draft = mlx_paged.pool_of(draft)
-            assert pool.memory_budget == of_draft.memory_budget == 1 << 19
-            second = generator(model, draft_model=noisy("llama", 0.5))
-            assert pool.memory_budget == of_draft.memory_budget == (1 << 20) // 3, "two draft models at once"
-            del second, other
-            assert pool.memory_budget == of_draft.memory_budget == 1 << 19, "the first generator still drafts"
-            gen.close()
-            del gen
-            assert pool.memory_budget == of_draft.memory_budget == 1 << 20
-    finally:
-        gc.enable()
-    assert not drafting._sharing and not drafting._whole
+    for _ in range(2):
+        generator(model, draft_model=draft)
+        assert pool.memory_budget == mlx_paged.pool_of(draft).memory_budget == 1 << 19
+    other = noisy("llama", 0.5)
+    generator(model, draft_model=other)
+    assert {mlx_paged.pool_of(each).memory_budget for each in (model, draft, other)} == {(1 << 20) // 3}
 
 
 def test_pool_gives_back_what_a_draft_model_needs() -> None:
@@ -292,26 +277,20 @@ def test_unsupported_pairs_of_model_and_draft_model_are_refused() -> None:
     assert mlx_paged.pool_of(llama).memory_budget == budget
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(DraftModel, "_first_step"), (Batch, "reserve"), (SharedPrefixes, "insert")]
-)
-def test_failing_draft_model_is_left_out(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails in its fourth call, when it takes blocks for drafts, or when its prefixes are cached."""
-    expected = solos("llama")
+def test_error_of_the_draft_model_fails_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     model, draft = model_of("llama"), noisy("llama", 0.01)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
-    calls, original = iter(range(10_000)), getattr(owner, name)
 
-    def failing(self: Any, *arguments: Any) -> Any:
-        is_drafts = owner is not Batch or self.pool is mlx_paged.pool_of(draft)
-        if is_drafts and (owner is SharedPrefixes or next(calls) == 3):
-            raise NoBlocksError(0, ValueError("no more")) if owner is Batch else ValueError("no more")
-        return original(self, *arguments)
+    def failing(*_: object) -> None:
+        raise ValueError("of its own")
 
-    monkeypatch.setattr(owner, name, failing)
-    with pytest.warns(mlx_paged.NotPagedWarning, match="failed; .*: ValueError: no more"):
-        outcomes, gen = drafted(model, draft, [p for p, _, _ in expected], [TOKENS] * 3)
-    assert [outcome.tokens for outcome in outcomes] == [tokens for _, tokens, _ in expected]
+    monkeypatch.setattr(DraftModel, "_first_step", failing)
+    gen = drafting_generator(model, draft)
+    for _ in gen.insert(prompts_of("llama", (5, 20)), [TOKENS] * 2):
+        with pytest.raises(RequestFailedError, match="of its own"):
+            while gen.next() != ([], []):
+                pass
+    assert gen.next() == ([], [])
     check_nothing_left(gen, model, draft)
 
 

@@ -33,7 +33,7 @@ def model_of(name: str, scale: float, *, is_wide: bool = False) -> Any:
 @functools.cache
 def solos(name: str, scale: float, *, is_wide: bool = False) -> list[tuple[list[int], list[int]]]:
     """Return prompts and the answers of stock mlx-lm."""
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     model = model_of(name, scale, is_wide=is_wide)
     return [(p, greedy(model, mx.array(p, mx.uint32), TOKENS)[0]) for p in prompts_of(f"{name}-of-mlx-lm", LENGTHS)]
 

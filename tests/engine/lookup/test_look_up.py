@@ -13,7 +13,6 @@ import mlx_paged
 from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.drafts import look_up
 from mlx_paged.drafts.look_up import LEAST_CHANCE, MOST_COMPARED, SIZES, Predictor
-from mlx_paged.engine.interfaces import NextTokens
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
@@ -357,6 +356,6 @@ def test_a_step_indexes_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPat
     totals = []
     for _ in range(12):
         counts.clear()
-        proposer.propose(rows, NextTokens(mx.zeros(3), None), 5000, is_alone=True)
+        proposer.propose(rows, mx.zeros(3), 5000, is_alone=True)
         totals.append(sum(counts))
     assert totals[:8] == [look_up.INDEXED_A_STEP] * 8 and sum(totals) == 3 * 3000 and totals[-1] == 0

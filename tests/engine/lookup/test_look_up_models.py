@@ -44,7 +44,7 @@ def model_of(kind: str) -> Any:
 @functools.cache
 def solos(kind: str) -> list[tuple[list[int], list[int], np.ndarray]]:
     """Return prompts and the answers of stock mlx-lm."""
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     prompts = [prompt_of(length, seed=length).tolist() for length in LENGTHS]
     return [(p, *greedy(model_of(kind), mx.array(p, mx.uint32), TOKENS + MOST)) for p in prompts]
 
@@ -96,7 +96,7 @@ def test_in_place_pools_give_the_tokens_of_mlx_lm(kind: str, kernels: FakeKernel
 @functools.cache
 def hybrid_solos(name: str) -> tuple[Any, list[list[int]], list[tuple[list[int], np.ndarray]]]:
     """Return a model with states, prompts and the answers of stock mlx-lm."""
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     model, vocab = model_configs.build(name), model_configs.VOCAB
     prompts = [(prompt_of(length, seed=length) % vocab).tolist() for length in LENGTHS]
     return model, prompts, [greedy(model, mx.array(prompt, mx.uint32), TOKENS + MOST) for prompt in prompts]

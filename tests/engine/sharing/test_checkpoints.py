@@ -16,6 +16,7 @@ from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.pools import prefix_pool_of
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.disk import DiskTier
+from mlx_paged.prefix.entry import Checkpoint
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from mlx_paged.prefix.shelf import Shelf
 from scripts.support import model_configs
@@ -163,9 +164,8 @@ def cache_of(budget: int = 4000) -> tuple[BlockPool, PrefixCache]:
 
 
 def put(cache: PrefixCache, tokens: str, nbytes: int = 100) -> bool:
-    return cache.insert(
-        [ord(c) for c in tokens], cache.pool.table_over((), len(tokens)), states=lambda: (nbytes, [tokens])
-    )
+    states = Checkpoint(tokens, {"state": mx.zeros(nbytes, mx.uint8)})
+    return cache.insert([ord(c) for c in tokens], cache.pool.table_over((), len(tokens)), states=lambda: states)
 
 
 def get(cache: PrefixCache, tokens: str) -> Any:
@@ -173,7 +173,7 @@ def get(cache: PrefixCache, tokens: str) -> Any:
     if not match.length:
         return None
     slot = match.path[-1].checkpoint
-    return match.length, slot.caches[0] if slot is not None else None
+    return match.length, None if slot is None else slot.text
 
 
 def test_a_match_ends_at_the_deepest_checkpoint_of_the_shared_prefix() -> None:

@@ -43,7 +43,7 @@ def model_of(kind: str) -> Any:
 @functools.cache
 def solo(kind: str) -> list[list[int]]:
     """Stock mlx-lm's tokens of each prompt."""
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     return [greedy(model_of(kind), prompt, TOKENS)[0] for prompt in PROMPTS]
 
 

@@ -40,7 +40,7 @@ def model_of(kind: str) -> Any:
 
 @functools.cache
 def solo(kind: str, length: int, seed: int) -> list[int]:
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     return greedy(model_of(kind), prompt_of(length, seed), 24)[0]
 
 

@@ -15,9 +15,9 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.engine.sampling.params import SamplingParams
-from mlx_paged.errors import ConfigError, RequestFailedError
+from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches.registry import fingerprint
-from mlx_paged.patches.samplers import KNOWN, known_processors, known_sampler, sampler_of
+from mlx_paged.patches.samplers import KNOWN, known_processors, known_sampler
 from tests.support.models import batch_runs
 from tests.support.models.batch_runs import Outcome, collect, generator, model_of
 from tests.support.models.builders import prompt_of
@@ -211,13 +211,3 @@ def test_kept_responses_hold_only_their_own_rows() -> None:
     while gen.next_generated():
         pass
     assert all(response._logprobs._logits.shape == (1, vocab) for response in kept)
-
-
-def test_option_that_mlx_lm_lacks_is_refused_for_a_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_top_k(temp: float = 0.0, top_p: float = 0.0, xtc_special_tokens: Any = None) -> Any:
-        return sample_utils.greedy_sampler
-
-    monkeypatch.setattr(sample_utils, "make_sampler", without_top_k)
-    assert sampler_of(SamplingParams(temperature=0.7, top_p=0.5, repetition_penalty=1.5, seed=3)) is not None
-    with pytest.raises(ConfigError, match="top_k is not supported"):
-        sampler_of(SamplingParams(temperature=0.7, top_k=5))

@@ -50,7 +50,7 @@ def model_of(kind: str, **changes: Any) -> Any:
 @functools.cache
 def solo(kind: str, spec: Spec, **changes: Any) -> tuple[list[int], np.ndarray]:
     """Return stock mlx-lm's greedy tokens and log-probabilities of one request alone."""
-    assert not mlx_paged.patches.is_applied(), "compute stock runs before the patches are applied"
+    assert not mlx_paged.is_applied(), "compute stock runs before the patches are applied"
     return greedy(model_of(kind, **changes), prompt_of(spec.length, seed=spec.seed), spec.num_tokens)
 
 

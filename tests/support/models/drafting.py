@@ -34,6 +34,7 @@ def in_every_step() -> Iterator[None]:
     with (
         mock.patch.object(drafting, "new_depth", EveryStep),
         mock.patch.object(look_up, "depth_of", lambda pool, ranks: EveryStep()),
+        mock.patch.object(drafting, "depth_of", lambda pool, ranks: EveryStep()),
     ):
         yield
 

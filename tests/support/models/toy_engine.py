@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
-from mlx_paged.drafts.look_up import look_up_of
+from mlx_paged.drafts import look_up
 from mlx_paged.engine.decode_batch import DecodeBatch
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.interfaces import ALONE, Upstream
@@ -165,7 +165,7 @@ class ToyEngine:
             counters,
             prefixes=prefixes,
             factory=lambda: caches_of(pool),
-            proposer=look_up_of(pool, ALONE),
+            proposer=look_up.LookUp(look_up.depth_of(pool, ALONE)),
             **sizes,
         )
         self.responses: dict[int, list[ToyResponse]] = {}

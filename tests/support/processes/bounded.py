@@ -33,7 +33,7 @@ def build_qwen2() -> Any:
 @functools.cache
 def solo(kind: str, length: int, num_tokens: int, size: int = SIZE, step: int = STEP) -> tuple[list[int], np.ndarray]:
     """Return the tokens and log-probabilities of a single run of stock mlx-lm."""
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     return greedy(model_of(kind), prompt_of(length, seed=length), num_tokens, max_kv_size=size, prefill_step_size=step)
 
 

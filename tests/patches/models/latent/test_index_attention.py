@@ -42,7 +42,7 @@ def tokens_of(length: int, seed: int = 3) -> list[int]:
 @functools.cache
 def solo(length: int) -> tuple[list[int], np.ndarray]:
     """Return stock mlx-lm's 20 tokens of DeepSeek V3.2 after the prompt of this length of :func:`prompts_for`."""
-    assert not mlx_paged.patches.is_applied()
+    assert not mlx_paged.is_applied()
     (found,) = expected_of(model_configs.build("deepseek_v32"), prompts_for(VOCAB, [length]), 20)
     return found
 
