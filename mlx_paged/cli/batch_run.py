@@ -16,20 +16,18 @@ from typing import Any
 import mlx.core as mx
 
 from ..ranks.ranks import Ranks
-from ..server.answers import Answers
+from ..server.answers import Answers, Head
 from ..server.engine_thread import EngineThread
 from ..server.errors import RequestRefused, invalid, refusal_of
-from ..server.http import in_worker
+from ..server.http import in_worker, validated
 from ..server.loaded_models import LoadedModels
 from ..server.memory import WATERMARK
 from ..server.options import ServerConfig
 from ..server.ranked_engine import check_for_ranks, make_engine
 from ..server.report import ServerStats
-from ..server.request import Constraint, ServerRequest
-from ..server.requests.endpoints import CHAT, COMPLETIONS
-from ..server.requests.fields import NO_EFFECT, REFUSED, validated
-from ..server.requests.pieces import Head
-from ..server.work import Work
+from ..server.request import Constraint, ServerRequest, Work
+from ..server.requests.chat import CHAT, COMPLETIONS
+from ..server.requests.fields import NO_EFFECT, REFUSED
 from .over_ranks import from_rank_0
 from .prompts_file import Line, Results, read_lines
 from .terminal import bar, plural, print_stats, rate

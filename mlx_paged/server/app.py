@@ -22,21 +22,19 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
 from ..ranks.ranks import Ranks
-from .answers import AnswerResponse, Answers
+from .answers import Answers, Form, Head
 from .clients import Clients
 from .engine_thread import CLOSING
 from .errors import RequestRefused, invalid, not_found, unavailable
-from .http import RequestLog, body_of, error_response, in_worker, json_response
+from .http import AnswerResponse, RequestLog, body_of, error_response, in_worker, json_response, parsed
 from .model_names import ModelNames
 from .options import ServerConfig
 from .ranked_engine import check_for_ranks, make_engine
 from .report import CACHE_PAGE_HEADERS, CONTENT_TYPE, ServerStats, blocks_of, cache_page, dispatches, pages_of
-from .request import ModelKey, ServerRequest
-from .requests.endpoints import ENDPOINTS, RESPONSES, Computation, Endpoint, Page, description
-from .requests.fields import MAX_PRIORITY, parsed
-from .requests.pieces import Form, Head
-from .requests.responses import MAX_KEPT_BYTES, KeptResponses, ResponseForm
-from .work import ClientGone, Work
+from .request import ClientGone, ModelKey, ServerRequest, Work
+from .requests.endpoints import ENDPOINTS, Page, description
+from .requests.fields import MAX_PRIORITY, Computation, Endpoint
+from .requests.responses import MAX_KEPT_BYTES, RESPONSES, KeptResponses, ResponseForm
 
 if TYPE_CHECKING:
     from .loaded_models import LoadedModels

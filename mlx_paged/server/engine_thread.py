@@ -20,13 +20,11 @@ import mlx.core as mx
 
 from ..errors import PoolExhaustedError, RequestFailedError, check_device
 from .errors import RequestRefused, unavailable
+from .loaded_models import LoadedModels, fetch_logprobs
 from .memory import MemoryWatch, Pressure, trim_heap
-from .request import ModelKey, ServerRequest
-from .row import Row, fetch_logprobs
-from .work import Outbox, Progress, Scores, Work
+from .request import ModelKey, Outbox, Progress, Row, Scores, ServerRequest, Work
 
 if TYPE_CHECKING:
-    from .loaded_models import LoadedModels
     from .report import ServerStats
     from .texts import LoadedTexts
 

@@ -16,9 +16,8 @@ from .errors import RequestRefused
 from .loaded_models import LoadedModels
 from .memory import MemoryWatch, nearest
 from .report import ServerStats
-from .request import ServerRequest
+from .request import ServerRequest, Work
 from .texts import parts_of
-from .work import Work
 
 TICK_SECONDS = 1.0  # between turns without work, in which prefixes expire and memory is given back
 

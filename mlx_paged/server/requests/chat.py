@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from ...engine.sampling.params import SamplingParams
+from ..answer_reader import Delta, Token
+from ..answers import Echo, Event, Head, Piece, Usage
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
 from .fields import (
@@ -17,6 +18,7 @@ from .fields import (
     TOKEN_ID_LIMIT,
     AnswerParameters,
     Body,
+    Endpoint,
     ModelParameters,
     SamplingParameters,
     Several,
@@ -26,7 +28,6 @@ from .fields import (
     ToolParameters,
     or_none,
 )
-from .pieces import FORBIDDEN_LOGPROB, Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
 
 def check_messages(given: Any) -> Any:
@@ -132,33 +133,10 @@ class ChatBody(TemplateParameters, ToolParameters, SamplingParameters, ModelPara
     )
 
 
-def sampling_of(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters.
-
-    Args:
-        said: checked fields of :class:`SamplingParameters`, from a body or a line of a prompts file.
-        defaults: values of the command line for fields that are not given.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-    chosen = dict(defaults)
-    chosen |= {name: value for name in _SAMPLING if (value := said.get(name)) is not None}
-    if bias := said.get("logit_bias"):
-        chosen["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
-    if (seed := said.get("seed")) is not None:
-        chosen["seed"] = seed % (1 << 64)
-    return SamplingParams(**chosen)
-
-
-# Fields that go to SamplingParams unchanged; one that it lacks raises an error instead of being ignored.
-_SAMPLING = SamplingParameters.model_fields.keys() - {"logit_bias", "seed", "prompt_lookup", "cache_salt", "priority"}
-
-
 def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters that all APIs share, as attributes of a request."""
     return {
-        "sampling": sampling_of(vars(body), defaults),
+        "sampling": body.sampling(defaults),
         "prompt_lookup": body.prompt_lookup,
         "priority": body.priority or 0,
         "keeps": "prompt" if getattr(body, "prompt_cache_key", None) else "",
@@ -283,6 +261,26 @@ def _call(delta: Delta, *, is_whole: bool) -> dict[str, Any]:
     if not delta.is_first:
         return {**place, "function": {"arguments": delta.text}}
     return {**place, "function": {"name": call.name, "arguments": delta.text}, "type": "function", "id": call.id}
+
+
+FORBIDDEN_LOGPROB = float("-inf")  # of tokens that the grammar does not allow; JSON cannot express it
+
+
+def content_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+    """Return log-probabilities in the format of OpenAI's chats, plus token ids as in mlx-lm."""
+    return {
+        "content": [
+            {
+                **_logprob_entry(token),
+                "top_logprobs": [_logprob_entry(other) for other in token.top if other.logprob != FORBIDDEN_LOGPROB],
+            }
+            for token in tokens
+        ]
+    }
+
+
+def _logprob_entry(token: Token) -> dict[str, Any]:
+    return {"id": token.id, "token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
 
 
 # Completions ----------------------------------------------------------------------------------------------------------
@@ -428,3 +426,16 @@ def _likeliest(token: Token) -> dict[str, float] | None:
             likeliest.setdefault(other.text, other.logprob)
     likeliest.setdefault(token.text, token.logprob)
     return likeliest
+
+
+CHAT = Endpoint(
+    "/v1/chat/completions",
+    "Chat completions, as in OpenAI's API",
+    ChatBody,
+    chat_request,
+    ChatForm,
+    ("/chat/completions",),  # as in mlx-lm
+)
+COMPLETIONS = Endpoint(
+    "/v1/completions", "Completions of prompts, as in OpenAI's API", CompletionBody, completion_request, CompletionForm
+)

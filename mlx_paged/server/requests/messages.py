@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ..agents import result_text
+from ..answer_reader import Delta
+from ..answers import Echo, Event, Head, Piece, Usage
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
 from .chat import TemplateParameters, engine_options, template_kwargs
 from .fields import (
     Body,
+    Computation,
+    Endpoint,
     FlatSchemaFormat,
     ModelParameters,
     NamedFunction,
@@ -29,7 +33,6 @@ from .fields import (
     check_not_empty,
     check_stops,
 )
-from .pieces import Delta, Echo, Event, Head, Piece, Usage
 
 if TYPE_CHECKING:
     from ..texts import LoadedTexts
@@ -372,3 +375,12 @@ def _reason(answer: Piece) -> tuple[str, str | None]:
     if answer.stop is not None:
         return "stop_sequence", answer.stop
     return REASONS.get(answer.finish or "stop", "end_turn"), None
+
+
+MESSAGES = Endpoint("/v1/messages", "Messages, as in Anthropic's API", MessageBody, message_request, MessageForm)
+COUNT_TOKENS = Computation(
+    "/v1/messages/count_tokens",
+    "Number of tokens in the prompt of a message, as in Anthropic's API",
+    CountBody,
+    count_tokens,
+)

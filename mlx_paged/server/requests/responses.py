@@ -12,15 +12,18 @@ from pydantic import AfterValidator, Field
 from pydantic_core import from_json, to_json
 
 from ..agents import INPUT, CallableTool, callable_tools, function_name, ignored_of, result_text
+from ..answer_reader import Delta, Token
+from ..answers import Echo, Event, Head, Piece, Usage
 from ..errors import RequestRefused, invalid, not_found
 from ..request import ChatInput, ServerRequest
-from .chat import TemplateParameters, engine_options, template_kwargs
+from .chat import TemplateParameters, content_logprobs, engine_options, template_kwargs
 from .fields import (
     MAX_REFERENCES,
     MAX_TOOLS,
     AllowedChoice,
     AllowedTools,
     Body,
+    Endpoint,
     FlatSchemaFormat,
     ModelParameters,
     NamedFunction,
@@ -37,7 +40,6 @@ from .fields import (
     ToolParameters,
     check_not_empty,
 )
-from .pieces import Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
 ITEMS = (
     *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
@@ -478,6 +480,9 @@ def _input_of(arguments: str) -> str:
 def _logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = content_logprobs(tokens)["content"]
     return entries
+
+
+RESPONSES = Endpoint("/v1/responses", "Responses, as in OpenAI's API", ResponseBody, response_request, ResponseForm)
 
 
 # What is kept -------------------------------------------------------------------------------------------------------

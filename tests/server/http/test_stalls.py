@@ -15,13 +15,11 @@ import pytest
 from pydantic import AfterValidator
 
 from mlx_paged.server import app
+from mlx_paged.server.answers import Head
 from mlx_paged.server.call_formats import TextMarks
 from mlx_paged.server.engine_thread import EngineThread
-from mlx_paged.server.request import Prompt, ServerRequest
-from mlx_paged.server.requests.endpoints import Endpoint
-from mlx_paged.server.requests.fields import ModelParameters, SamplingParameters
-from mlx_paged.server.requests.pieces import Head
-from mlx_paged.server.work import Generated, Work
+from mlx_paged.server.request import Generated, Prompt, ServerRequest, Work
+from mlx_paged.server.requests.fields import Endpoint, ModelParameters, SamplingParameters
 from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
 
