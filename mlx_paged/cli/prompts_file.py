@@ -231,8 +231,6 @@ def _explained(path: Path | str) -> Iterator[None]:
     """Turn errors of the file system into one PromptsFileError."""
     try:
         yield
-    except BrokenPipeError:  # the reader of stdout has closed it
-        raise
     except (OSError, UnicodeError) as error:
         raise PromptsFileError(f"cannot write results to {path}: {error}") from None
 

@@ -152,7 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ranks: Ranks | None) -> None:
-    """Run this package's server, which does not return; or mlx_lm.server's own code, if its version is not known."""
+    """Run this package's server, which does not return. Raises ConfigError with a version of mlx-lm that it does not
+    know, or without its packages."""
     from .. import patches
 
     if missing := missing_packages():
@@ -161,14 +162,9 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
     raise_cpu_cache_limit()
     try:
         from ..server import loaded_models
-
-        changed = ", ".join(loaded_models.changed())
-    except (ImportError, AttributeError) as error:  # a name that it needs is missing in this version of mlx-lm
-        changed = str(error)
-    if changed:
-        logging.warning("unknown version of mlx_lm.server (%s): running its own code", changed)
-        run_upstream(args, config)
-        return
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the server does not support this version of mlx-lm: {error}") from None
+    loaded_models.check_known()
     from ..server.app import LOOPBACK
     from ..server.service import Service
 
@@ -201,7 +197,7 @@ def unify_log_format() -> None:
 def run_upstream(args: argparse.Namespace, config: ServerConfig) -> None:
     """Run mlx_lm.server's own code. Raises ConfigError if there are API keys, which it does not support."""
     if config.api_keys:
-        raise ConfigError("--api-key is not supported with this version of mlx_lm.server or with --pipeline")
+        raise ConfigError("--api-key is not supported with --pipeline")
     upstream = importlib.import_module("mlx_lm.server")
     for name, default in (("prompt_cache_size", 10), ("max_tokens", 512), ("allowed_origins", ["*"])):
         if getattr(args, name) is None:

@@ -59,11 +59,11 @@ _shares: ByModel[BudgetShare] = ByModel("budget share")  # of draft models, as l
 WARM_UP_PROMPTS = ((40,), (40, 20))
 
 
-def changed() -> list[str]:
-    """Return the names of mlx-lm's server whose source is not the one this module was written for."""
+def check_known() -> None:
+    """Raise ConfigError if mlx-lm's tokenization of requests is not the one that the server was written for."""
     ((name, known),) = KNOWN.items()
-    tokenize = getattr(getattr(upstream, "ResponseGenerator", None), "_tokenize", None)
-    return [] if tokenize is not None and fingerprint(tokenize) == known else [name]
+    if fingerprint(upstream.ResponseGenerator._tokenize) != known:
+        raise ConfigError(f"the server does not support this version of mlx-lm: {name} has changed")
 
 
 def capacity(pool: BlockPool | None, chunk: int) -> int | None:

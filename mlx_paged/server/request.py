@@ -17,7 +17,6 @@ from ..engine.sampling.params import SamplingParams
 from ..errors import without_frames
 from ..grammar.compiler import GrammarSource
 from ..grammar.grammar import CompiledGrammar
-from .errors import prompt_too_long
 
 _numbers = itertools.count(1)
 
@@ -73,28 +72,6 @@ class Prompt:
     @classmethod
     def of_tokens(cls, tokens: list[int]) -> Prompt:
         return cls(tokens, [tokens], ["assistant"])
-
-
-class PromptLimits(NamedTuple):
-    """Limits on the work for one prompt.
-
-    Attributes:
-        tokens: most tokens; None: no limit.
-        of_model: whether ``tokens`` is the model's context length, rather than what the memory budget holds.
-    """
-
-    tokens: int | None = None
-    of_model: bool = False
-
-    def check(self, num_tokens: int, *, at_least: bool = False) -> None:
-        """Raise RequestRefused (400) for more tokens than allowed."""
-        if self.tokens is None or num_tokens <= self.tokens:
-            return
-        why = "the whole KV cache budget holds no more; raise kv_cache_memory (--kv-cache-memory) or shorten the prompt"
-        if self.of_model:
-            why = "the model's context length"
-        number = f"at least {num_tokens}" if at_least else str(num_tokens)
-        raise prompt_too_long(f"{number} tokens > {self.tokens} maximum: {why}")
 
 
 class Tool(NamedTuple):

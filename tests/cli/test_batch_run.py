@@ -132,7 +132,7 @@ def test_failing_lines_do_not_affect_others_and_are_retried(strict_folder: Path,
     assert errors[4] == "'temprature': unknown parameter"
     assert "token ids must be from 0 to 319" in errors[5]
     assert "max_tokens must be at least 1" in errors[8]
-    assert "the whole KV cache budget holds no more" in errors[10]
+    assert "the KV cache budget holds no more" in errors[10]
     assert errors[11].startswith("line 12: it is not valid JSON")
     assert results[0]["text"] == results[2]["text"] != ""
     lines[1] = {"messages": chat("w1")}

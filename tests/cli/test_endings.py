@@ -1,6 +1,7 @@
 """Output and exit status of commands: --version, bad flags, closed stdout, full disk, interrupts, bad variables."""
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mlx_paged.__main__ import UPSTREAM
-from mlx_paged.cli.terminal import restrict, whole_number
+from mlx_paged.cli.terminal import orderly_end, restrict, whole_number
 from tests.support.processes import commands
 from tests.support.processes.small_model import PROMPT, command, generate
 
@@ -86,6 +87,11 @@ def test_closed_stdout_exits_with_141_and_no_message(folder: Path, arguments: st
         status = commands.start("mlx_paged", arguments, *prompt, stdout=nobody, stderr=errors).wait(300)
         errors.seek(0)
         assert (status, errors.read()) == (141, "")
+
+
+def test_broken_pipe_of_another_file_is_an_error() -> None:
+    with pytest.raises(BrokenPipeError), orderly_end("mlx_paged"):
+        raise BrokenPipeError(errno.EPIPE, "a socket's")
 
 
 def test_users_program_keeps_its_interrupt_handler() -> None:
