@@ -33,7 +33,6 @@ from ..server.errors import RequestRefused
 from ..server.request import Constraint
 from ..warn import warn_once
 from . import over_ranks
-from .prompts_file import load_object
 from .terminal import (
     PrefillProgress,
     add_version,
@@ -216,7 +215,7 @@ def run(
     # transformers warns about prompts beyond the context, which are refused here.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     if args.prompts_file is not None:
-        from .batch_run import run_prompts_file
+        from .prompts_file import run_prompts_file
 
         if failed := run_prompts_file(args, constraint, ranks):
             sys.exit(f'mlx_paged generate: {plural(failed, "prompt")} failed; see "error" in their results')
@@ -267,9 +266,11 @@ def constraint_from(name: str | None) -> Constraint | None:
     if importlib.util.find_spec("llguidance") is None:
         raise ConfigError(f"--json-schema: {INSTALL}")
     try:
-        schema = load_object(Path(name).expanduser().read_bytes(), name)
+        schema = json.loads(Path(name).expanduser().read_bytes())
+        if not isinstance(schema, dict):
+            raise ValueError("it must be a JSON object")
         return Constraint(GrammarSource.json(schema), "--json-schema", schema)
-    except (OSError, RecursionError, RequestRefused) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"--json-schema: {name} cannot be used: {error}") from None
 
 

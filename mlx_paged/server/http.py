@@ -90,13 +90,18 @@ def parsed(raw: bytes | bytearray, model: type[Body], *, strict: bool = False) -
     """
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise RequestRefused(413, f"the request body has more than {MAX_VALUES:,} commas and opening brackets")
+    return validated(json_object(raw, "the request body"), model, strict=strict)
+
+
+def json_object(raw: bytes | bytearray, what: str) -> dict[str, Any]:
+    """Return a JSON object. Raises RequestRefused (400): ``what`` is something else."""
     try:
         given = from_json(raw, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:  # pydantic's parser allows 200 levels of nesting
-        raise invalid(f"the request body is not valid JSON: {str(error)[:200]}") from None
+        raise invalid(f"{what} is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(given, dict):
-        raise invalid("the request body must be a JSON object")
-    return validated(given, model, strict=strict)
+        raise invalid(f"{what} must be a JSON object")
+    return given
 
 
 def validated(given: Mapping[str, Any], model: type[Body], *, strict: bool = False) -> tuple[Any, list[str]]:
