@@ -113,13 +113,6 @@ class Head(NamedTuple):
     fingerprint: str
 
 
-class Echo(NamedTuple):
-    """A prompt that its answers begin with; ``tokens`` are its tokens with log-probabilities, if requested."""
-
-    text: str
-    tokens: Sequence[Token] = ()
-
-
 class Event(NamedTuple):
     """One event of a stream; ``data`` is a JSON value, or a string that is sent as it is."""
 
@@ -136,7 +129,7 @@ class Form(Protocol):
 
     repeats_body: bool
 
-    def begin(self, usage: Usage, echoes: Sequence[Echo]) -> list[Event]:
+    def begin(self, usage: Usage) -> list[Event]:
         """Return the first events of a stream; ``usage`` is what is known by then."""
         ...
 
@@ -152,7 +145,7 @@ class Form(Protocol):
         """Return the last events of a stream that failed."""
         ...
 
-    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         """Return the body of a response that is not a stream; ``answers`` are in the order of their indices."""
         ...
 
@@ -249,7 +242,9 @@ class Answers:
         """Add items from the engine."""
         for item in items:
             if isinstance(item, Generated):
-                self.first_at = time.monotonic() if self.first_at is None else self.first_at
+                if self.first_at is None:
+                    self.first_at = time.monotonic()
+                    self._pieces += self._echoes()
                 self._num_open -= item.finish is not None
                 if (piece := self._answers[item.answer].next(item)) is not None:
                     self._pieces.append(piece)
@@ -266,7 +261,7 @@ class Answers:
             if all(answer.num_cached is None for answer in self._answers):
                 return []
             self._has_begun = True
-            events += self._form.begin(self.usage(), self._echoes())
+            events += self._form.begin(self.usage())
         pieces, self._pieces = self._pieces, []
         events += [event for piece in pieces for event in self._form.piece(piece)]
         return events + self._form.end(self.usage()) if self.are_over else events
@@ -277,7 +272,7 @@ class Answers:
         for piece in self._pieces:
             by_answer[piece.index].append(piece)
         answers = [Piece.joined(by_answer[index]) for index in by_answer]
-        return self._form.whole(answers, self.usage(), self._echoes())
+        return self._form.whole(answers, self.usage())
 
     def usage(self) -> Usage:
         """Return the token counts so far; a prompt's cached tokens are the fewest that any of its answers had."""
@@ -291,17 +286,17 @@ class Answers:
             return Usage(prompt, cached)
         return Usage(prompt, cached, sum(a.num_tokens for a in answers), sum(a.num_reasoning for a in answers))
 
-    def _echoes(self) -> list[Echo]:
-        """Return the prompt that each answer begins with; none without ``echo``."""
+    def _echoes(self) -> list[Piece]:
+        """Return the prompt that each answer begins with, as the first piece of it; none without ``echo``."""
         request = self.request
         prompts = [self._echo(number) for number in range(len(request.prompts))] if request.echo else []
-        return [echo for echo in prompts for _ in range(request.n)]
+        return [Piece(index, [prompts[index // request.n]]) for index in range(len(prompts) * request.n)]
 
-    def _echo(self, number: int) -> Echo:
+    def _echo(self, number: int) -> Delta:
         given, (first, *rest) = self.request.inputs[number], self.request.prompts[number].tokens
         text = given if isinstance(given, str) else self._texts.decode([first, *rest])
         if (scores := self._scores.get(number)) is None:
-            return Echo(text)
+            return Delta("text", text)
         token = self._answers[0].token
         scored = zip(rest, scores.logprobs, scores.top, strict=True)
-        return Echo(text, [token(first, None), *(token(*each) for each in scored)])
+        return Delta("text", text, tokens=[token(first, None), *(token(*each) for each in scored)])

@@ -322,8 +322,10 @@ class AnswerResponse(Response):
         await self._write(b"", more=False)
 
     async def _run(self, call: Callable[[Sequence[Any]], T], items: Sequence[Any], *, is_long: bool = False) -> T:
-        """Call a function; in a worker thread if it takes long, as texts of tokens with log-probabilities do."""
-        if is_long or self._answers.request.wants_logprobs:
+        """Call a function; in a worker thread if it takes long, as texts of prompts and of tokens with log-probabilities
+        do."""
+        request = self._answers.request
+        if is_long or request.wants_logprobs or request.echo:
             return await run_in_threadpool(call, items)
         return call(items)
 

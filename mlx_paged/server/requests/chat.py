@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from ..answer_reader import Delta, Token
-from ..answers import Echo, Event, Head, Piece, Usage
+from ..answers import Event, Head, Piece, Usage
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
 from .fields import (
@@ -197,7 +197,7 @@ class ChatForm:
         self._includes_logprobs = bool(body.logprobs) or (body.top_logprobs or 0) > 0
         self._begun: set[int] = set()  # answers whose role was sent: clients concatenate the fields of deltas
 
-    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
+    def begin(self, usage: Usage) -> list[Event]:
         return []
 
     def piece(self, piece: Piece) -> list[Event]:
@@ -218,7 +218,7 @@ class ChatForm:
     def failed(self, refusal: RequestRefused) -> list[Event]:
         return [Event(refusal.body())]
 
-    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         choices = [self._choice(answer, "message") for answer in answers]
         return {**self._with_choices(self.whole_object, choices), "usage": usage.openai()}
 
@@ -371,19 +371,7 @@ class CompletionForm(ChatForm):
     def __init__(self, head: Head, body: CompletionBody) -> None:
         super().__init__(head, body)
         self._num_top = _num_top(body)
-        self.repeats_body = bool(body.echo)
         self._offsets: dict[int, int] = {}  # characters of each answer so far, by index
-
-    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
-        return [event for index, echo in enumerate(echoes) for event in self.piece(_echoed(index, echo))]
-
-    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
-        if echoes:
-            answers = [
-                Piece.joined([_echoed(answer.index, echo), answer])
-                for echo, answer in zip(echoes, answers, strict=True)
-            ]
-        return super().whole(answers, usage)
 
     def _choice(self, piece: Piece, key: str) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish}
@@ -410,10 +398,6 @@ class CompletionForm(ChatForm):
             "top_logprobs": [_likeliest(token) for token in piece.tokens] if self._num_top else None,
             "text_offset": offsets,
         }
-
-
-def _echoed(index: int, echo: Echo) -> Piece:
-    return Piece(index, [Delta("text", echo.text, tokens=list(echo.tokens))])
 
 
 def _likeliest(token: Token) -> dict[str, float] | None:

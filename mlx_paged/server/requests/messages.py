@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ..agents import result_text
 from ..answer_reader import Delta
-from ..answers import Echo, Event, Head, Piece, Usage
+from ..answers import Event, Head, Piece, Usage
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
 from .chat import TemplateParameters, engine_options, template_kwargs
@@ -268,7 +268,7 @@ class MessageForm:
         self._open: str | None = None  # type of the open content block
         self._last = Piece()
 
-    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
+    def begin(self, usage: Usage) -> list[Event]:
         message = {**self._message([], None, None), "usage": self._usage(usage)}
         return [self._event("message_start", message=message)]
 
@@ -299,7 +299,7 @@ class MessageForm:
     def failed(self, refusal: RequestRefused) -> list[Event]:
         return [Event(refusal.anthropic_body(), "error")]
 
-    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         (answer,) = answers
         blocks = [_block(each) for each in answer.folded() if each.text or each.call is not None]
         if not any(block["type"] != "thinking" for block in blocks):

@@ -13,7 +13,7 @@ from pydantic_core import from_json, to_json
 
 from ..agents import INPUT, CallableTool, callable_tools, function_name, ignored_of, result_text
 from ..answer_reader import Delta, Token
-from ..answers import Echo, Event, Head, Piece, Usage
+from ..answers import Event, Head, Piece, Usage
 from ..errors import RequestRefused, invalid, not_found
 from ..request import ChatInput, ServerRequest
 from .chat import TemplateParameters, content_logprobs, engine_options, template_kwargs
@@ -335,7 +335,7 @@ class ResponseForm:
         self._is_cut = False  # an item was
         self._number = -1
 
-    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
+    def begin(self, usage: Usage) -> list[Event]:
         response = self._response("in_progress", [], None)
         return [self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress")]
 
@@ -362,7 +362,7 @@ class ResponseForm:
         said = {"code": refusal.code or refusal.kind, "message": str(refusal), "param": refusal.param}
         return [self._event("error", **said)]
 
-    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         (answer,) = answers
         self.piece(answer)
         self._close(is_whole=False if answer.finish == "length" else None)
