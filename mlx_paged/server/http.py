@@ -322,8 +322,7 @@ class AnswerResponse(Response):
         await self._write(b"", more=False)
 
     async def _run(self, call: Callable[[Sequence[Any]], T], items: Sequence[Any], *, is_long: bool = False) -> T:
-        """Call a function; in a worker thread if it takes long, as texts of prompts and of tokens with log-probabilities
-        do."""
+        """Call a function; in a worker thread if it takes long, as texts of prompts and log-probabilities do."""
         request = self._answers.request
         if is_long or request.wants_logprobs or request.echo:
             return await run_in_threadpool(call, items)

@@ -127,7 +127,7 @@ def test_failing_lines_do_not_affect_others_and_are_retried(strict_folder: Path,
     results = records(out.read_text())
     errors = {record["index"]: record["error"] for record in results if "error" in record}
     assert sorted(errors) == [1, 3, 4, 5, 8, 9, 10, 11]
-    assert "messages: must be a non-empty list" in errors[1]
+    assert "messages: List should have at least 1 item" in errors[1]
     assert "accepts only text" in errors[3]
     assert errors[4] == "'temprature': unknown parameter"
     assert "token ids must be from 0 to 319" in errors[5]

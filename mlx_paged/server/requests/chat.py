@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, with_config
+from typing_extensions import TypedDict  # pydantic requires it before Python 3.12
 
 from ..answer_reader import Delta, Token
 from ..answers import Event, Head, Piece, Usage
@@ -29,40 +30,25 @@ from .fields import (
     or_none,
 )
 
-
-def check_messages(given: Any) -> Any:
-    """Check the messages of a request body or of a line of a prompts file. Other fields are left to the chat
-    template."""
-    if not given:
-        raise ValueError("must be a non-empty list")
-    for index, message in enumerate(given):
-        content, calls = message.get("content"), message.get("tool_calls")
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"message {index} must be an object with a role")
-        if isinstance(content, list):
-            for part in content:
-                if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-                    raise ValueError(f"message {index}: each part of the content must be an object with a type")
-                if part["type"] == "text" and not isinstance(part.get("text"), str):
-                    raise ValueError(f"message {index}: a part of type text must have a text")
-        elif content is not None and not isinstance(content, str):
-            raise ValueError(f"message {index}: the content must be a string or a list of parts")
-        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-            raise ValueError(f"message {index}: tool_calls must be a list of objects")
-    return given
+_OPEN = ConfigDict(extra="allow", strict=True)  # other fields are left to the chat template
 
 
-_PARTS = {"type": "array", "items": {"type": "object"}}
-_MESSAGE = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {"role": {"type": "string"}, "content": {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]}},
-}
-Messages = Annotated[
-    Several[dict[str, Any]],
-    AfterValidator(check_messages),
-    WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE}),
-]
+@with_config(_OPEN)
+class Part(TypedDict):
+    type: str
+    text: NotRequired[str]
+
+
+@with_config(_OPEN)
+class Message(TypedDict):
+    """A message of a chat."""
+
+    role: str
+    content: NotRequired[str | Several[Part] | None]
+    tool_calls: NotRequired[Several[dict[str, Any]] | None]
+
+
+Messages = Annotated[Several[Message], Field(min_length=1)]
 
 
 class Thinking(Body):
