@@ -115,7 +115,7 @@ class Parts:
             "running": {"running": sum(not each["waiting"] for each in requests), "waiting": self.engine.num_waiting},
             "pool": None if pool is None else pool.stats().as_dict(),
             "pages": [] if pool is None else [pages_of(group) for group in pool.groups],
-            "prefix_cache": cache.figures() if hasattr(cache, "figures") else None,
+            "prefix_cache": cache.figures() if self.config.prefix_cache else None,
             "dispatch": dispatches(),
         }
         if with_blocks:

@@ -52,8 +52,7 @@ class RankedEngine(EngineThread):
         self.refuse_all()
         if (pool := self.models.pool) is not None:
             pool.check_integrity()
-            if hasattr(self.models.prompt_cache, "cache_of"):
-                self.models.prompt_cache.cache_of(pool).check_integrity()
+            self.models.prompt_cache.cache_of(pool).check_integrity()
             stats = pool.stats()
             logging.info("rank %d at its end: %d blocks cached; %s", self.ranks.rank, stats.cached_blocks, stats)
 
