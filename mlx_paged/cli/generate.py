@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..config import STOCK_QUANTISES, KVBits, PagedConfig
+from ..config import STOCK_QUANTISES, KVBits, PagedConfig, number
 from ..engine.constraint import GrammarProcessor
 from ..engine.memory import PoolBudget
 from ..errors import ConfigError, PatchError, PoolExhaustedError
@@ -43,7 +43,6 @@ from .terminal import (
     print_stats,
     restrict,
     show_first,
-    whole_number,
 )
 
 CPU_CACHE_LIMIT = 1 << 30
@@ -73,7 +72,7 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this package's flags to mlx-lm's parser."""
     PagedConfig.add_arguments(parser)
     add_version(parser)
-    restrict(parser, "--max-tokens", whole_number(1, also=-1))
+    restrict(parser, "--max-tokens", number("max_tokens", 1, others={"-1": -1}))
     parser.add_argument(
         "--cache-stats", action="store_true", help="Print the KV block pool's statistics to stderr at the end"
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import KVBits, PagedConfig
+from ..config import KVBits, PagedConfig, number
 from ..errors import ConfigError
 from ..machine import kv_budget
 from ..model_folder import check_model_folder, check_weight_files, weight_bytes
@@ -22,7 +22,7 @@ from ..server.options import ServerConfig
 from ..warn import warn_once
 from . import over_ranks
 from .generate import raise_cpu_cache_limit
-from .terminal import Parser, add_version, missing_packages, orderly_end, parser_of, restrict, whole_number
+from .terminal import Parser, add_version, missing_packages, orderly_end, parser_of, restrict
 
 LOG_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 
@@ -35,8 +35,8 @@ def make_parser() -> Parser:
     ServerConfig.add_arguments(parser)
     over_ranks.add_arguments(parser)
     add_version(parser)
-    restrict(parser, "--port", whole_number(0, 65535))
-    restrict(parser, "--max-tokens", whole_number(1))
+    restrict(parser, "--port", number("the port", 0, 65535))
+    restrict(parser, "--max-tokens", number("max_tokens", 1))
     models: list[str] = []
 
     def first(text: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Self, TextIO
 
 from tqdm import tqdm
 
+from ..config import argument_type
 from ..errors import ConfigError, PagedCacheError
 from ..kv.pool import BlockPool
 from ..patches.patch import replaced
@@ -48,29 +49,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def whole_number(least: int, most: int | None = None, *, also: int | None = None) -> Callable[[str], int]:
-    """Return an argparse type for a whole number from ``least`` to ``most``; ``also`` stands for no limit."""
-    allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-    if also is not None:
-        allowed += f", or {also} for no limit"
-
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be a whole number {allowed}, got {text!r}") from None
-        if value != also and (value < least or (most is not None and value > most)):
-            raise argparse.ArgumentTypeError(f"must be {allowed}, got {value}")
-        return value
-
-    return convert
-
-
-def restrict(parser: argparse.ArgumentParser, flag: str, convert: Callable[[str], Any]) -> None:
-    """Set the type of one of mlx-lm's flags, if this version of mlx-lm has the flag."""
+def restrict(parser: argparse.ArgumentParser, flag: str, parse: Callable[[str], Any]) -> None:
+    """Let one of mlx-lm's flags be parsed by a function that may raise ConfigError, if this version has the flag."""
     action = parser._option_string_actions.get(flag)
     if action is not None:
-        action.type = convert
+        action.type = argument_type(parse)
 
 
 # Parsers of mlx-lm's commands ----------------------------------------------------------------------------------------

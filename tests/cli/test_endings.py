@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from mlx_paged.__main__ import UPSTREAM
-from mlx_paged.cli.terminal import orderly_end, restrict, whole_number
+from mlx_paged.cli.terminal import orderly_end, restrict
+from mlx_paged.config import number
 from tests.support.processes import commands
 from tests.support.processes.small_model import PROMPT, command, generate
 
@@ -48,8 +49,9 @@ def test_prompt_beyond_the_context_is_refused(folder: Path, tmp_path: Path) -> N
 
 def test_restrict_skips_a_flag_that_mlx_lm_lacks() -> None:
     parser = argparse.ArgumentParser()
-    restrict(parser, "--port", whole_number(0))
-    parser.add_argument("--number", type=whole_number(2))
+    restrict(parser, "--port", number("port", 0))
+    parser.add_argument("--number")
+    restrict(parser, "--number", number("number", 2))
     with pytest.raises(SystemExit):
         parser.parse_args(["--number", "x"])
     assert parser.parse_args(["--number", "2"]).number == 2
