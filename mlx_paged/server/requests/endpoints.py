@@ -25,13 +25,11 @@ class Page(NamedTuple):
         answer: makes the response to a request.
         summary: summary in the OpenAPI description; "": the page is left out there.
         kind: media type of the response.
-        is_open: whether it is served without an API key.
     """
 
     answer: Callable[..., Any]
     summary: str = ""
     kind: str = "application/json"
-    is_open: bool = False
 
 
 class TokenizeBody(TemplateParameters):

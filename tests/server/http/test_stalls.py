@@ -215,7 +215,7 @@ def test_nothing_of_a_body_is_done_in_the_event_loop(
             sent.append(message)
 
         scope = {"type": "http", "method": "POST", "path": "/noted", "raw_path": b"/noted", "query_string": b""}
-        scope |= {"headers": [], "state": {"log": MagicMock()}, "http_version": "1.1", "scheme": "http"}
+        scope |= {"headers": [], "state": {"log": MagicMock(), "key": None}, "http_version": "1.1", "scheme": "http"}
         await router(scope, receive, send)
 
     asyncio.run(run())
