@@ -487,7 +487,7 @@ RESPONSES = Endpoint("/v1/responses", "Responses, as in OpenAI's API", ResponseB
 
 # What is kept -------------------------------------------------------------------------------------------------------
 
-MAX_KEPT_BYTES = 64 << 20  # of JSON; earlier items of a conversation count again for each response
+MAX_KEPT_BYTES = 64 << 20  # of JSON; earlier items of a conversation are kept again for each response
 
 
 class Kept(NamedTuple):
@@ -495,15 +495,15 @@ class Kept(NamedTuple):
 
     Attributes:
         response: the response.
-        before: lists of items, which responses of one conversation share.
+        before: the items before it.
     """
 
     response: bytes
-    before: tuple[bytes, ...]
+    before: bytes
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + sum(map(len, self.before))
+        return len(self.response) + len(self.before)
 
     @property
     def output(self) -> list[dict[str, Any]]:
@@ -537,16 +537,15 @@ class KeptResponses:
         """
         if body.store and not self._max_bytes:
             raise invalid("store must not be true: this server stores no responses (--no-response-store)", "store")
-        before: tuple[bytes, ...] = ()
+        items: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             earlier = self._find(key, body.previous_response_id, "previous_response_id")
-            before = (*earlier.before, to_json(earlier.output))
+            items = [*from_json(earlier.before), *earlier.output]
         given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-        given = self._resolved(key, given)
-        body.input = [*(item for part in before for item in from_json(part)), *given]
+        body.input = items = [*items, *self._resolved(key, given)]
         if body.store is False or not self._max_bytes:
             return None
-        before = (*before, to_json(given))
+        before = to_json(items)
         return lambda response: self._keep((key, response["id"]), Kept(to_json(response), before))
 
     def get(self, key: str | None, name: str) -> bytes:
