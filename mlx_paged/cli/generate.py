@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..config import STOCK_QUANTISES, KVBits, PagedConfig
+from ..config import STOCK_QUANTISES, KVBits, PagedConfig, number
 from ..engine.constraint import GrammarProcessor
 from ..engine.memory import PoolBudget
 from ..errors import ConfigError, PatchError, PoolExhaustedError
@@ -33,7 +33,6 @@ from ..server.errors import RequestRefused
 from ..server.request import Constraint
 from ..warn import warn_once
 from . import over_ranks
-from .prompts_file import load_object
 from .terminal import (
     PrefillProgress,
     add_version,
@@ -44,7 +43,6 @@ from .terminal import (
     print_stats,
     restrict,
     show_first,
-    whole_number,
 )
 
 CPU_CACHE_LIMIT = 1 << 30
@@ -74,7 +72,7 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this package's flags to mlx-lm's parser."""
     PagedConfig.add_arguments(parser)
     add_version(parser)
-    restrict(parser, "--max-tokens", whole_number(1, also=-1))
+    restrict(parser, "--max-tokens", number("max_tokens", 1, others={"-1": -1}))
     parser.add_argument(
         "--cache-stats", action="store_true", help="Print the KV block pool's statistics to stderr at the end"
     )
@@ -216,7 +214,7 @@ def run(
     # transformers warns about prompts beyond the context, which are refused here.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     if args.prompts_file is not None:
-        from .batch_run import run_prompts_file
+        from .prompts_file import run_prompts_file
 
         if failed := run_prompts_file(args, constraint, ranks):
             sys.exit(f'mlx_paged generate: {plural(failed, "prompt")} failed; see "error" in their results')
@@ -267,9 +265,11 @@ def constraint_from(name: str | None) -> Constraint | None:
     if importlib.util.find_spec("llguidance") is None:
         raise ConfigError(f"--json-schema: {INSTALL}")
     try:
-        schema = load_object(Path(name).expanduser().read_bytes(), name)
+        schema = json.loads(Path(name).expanduser().read_bytes())
+        if not isinstance(schema, dict):
+            raise ValueError("it must be a JSON object")
         return Constraint(GrammarSource.json(schema), "--json-schema", schema)
-    except (OSError, RecursionError, RequestRefused) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"--json-schema: {name} cannot be used: {error}") from None
 
 

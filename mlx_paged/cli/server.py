@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import KVBits, PagedConfig
+from ..config import KVBits, PagedConfig, number
 from ..errors import ConfigError
 from ..machine import kv_budget
 from ..model_folder import check_model_folder, check_weight_files, weight_bytes
@@ -22,7 +22,7 @@ from ..server.options import ServerConfig
 from ..warn import warn_once
 from . import over_ranks
 from .generate import raise_cpu_cache_limit
-from .terminal import Parser, add_version, missing_packages, orderly_end, parser_of, restrict, whole_number
+from .terminal import Parser, add_version, missing_packages, orderly_end, parser_of, restrict
 
 LOG_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 
@@ -35,8 +35,8 @@ def make_parser() -> Parser:
     ServerConfig.add_arguments(parser)
     over_ranks.add_arguments(parser)
     add_version(parser)
-    restrict(parser, "--port", whole_number(0, 65535))
-    restrict(parser, "--max-tokens", whole_number(1))
+    restrict(parser, "--port", number("the port", 0, 65535))
+    restrict(parser, "--max-tokens", number("max_tokens", 1))
     models: list[str] = []
 
     def first(text: str) -> str:
@@ -152,7 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ranks: Ranks | None) -> None:
-    """Run this package's server, which does not return; or mlx_lm.server's own code, if its version is not known."""
+    """Run this package's server, which does not return. Raises ConfigError with a version of mlx-lm that it does not
+    know, or without its packages."""
     from ..patches import registry
 
     if missing := missing_packages():
@@ -161,14 +162,9 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
     raise_cpu_cache_limit()
     try:
         from ..server import loaded_models
-
-        changed = ", ".join(loaded_models.changed())
-    except (ImportError, AttributeError) as error:  # a name that it needs is missing in this version of mlx-lm
-        changed = str(error)
-    if changed:
-        logging.warning("unknown version of mlx_lm.server (%s): running its own code", changed)
-        run_upstream(args, config)
-        return
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the server does not support this version of mlx-lm: {error}") from None
+    loaded_models.check_known()
     from ..server.app import LOOPBACK
     from ..server.service import Service
 
@@ -201,7 +197,7 @@ def unify_log_format() -> None:
 def run_upstream(args: argparse.Namespace, config: ServerConfig) -> None:
     """Run mlx_lm.server's own code. Raises ConfigError if there are API keys, which it does not support."""
     if config.api_keys:
-        raise ConfigError("--api-key is not supported with this version of mlx_lm.server or with --pipeline")
+        raise ConfigError("--api-key is not supported with --pipeline")
     upstream = importlib.import_module("mlx_lm.server")
     for name, default in (("prompt_cache_size", 10), ("max_tokens", 512), ("allowed_origins", ["*"])):
         if getattr(args, name) is None:

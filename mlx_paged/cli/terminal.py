@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import importlib.util
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any, NoReturn, Self, TextIO
 
 from tqdm import tqdm
 
+from ..config import argument_type
 from ..errors import ConfigError, PagedCacheError
 from ..kv.pool import BlockPool
 from ..patches.patch import replaced
@@ -25,7 +25,6 @@ from ..patches.patch import replaced
 SERVER_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 INTERRUPTED = 130  # exit status of a program that SIGINT ended
 BROKEN_PIPE = 141  # and of one that SIGPIPE ended
-WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def version_text() -> str:
@@ -50,29 +49,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def whole_number(least: int, most: int | None = None, *, also: int | None = None) -> Callable[[str], int]:
-    """Return an argparse type for a whole number from ``least`` to ``most``; ``also`` stands for no limit."""
-    allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-    if also is not None:
-        allowed += f", or {also} for no limit"
-
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be a whole number {allowed}, got {text!r}") from None
-        if value != also and (value < least or (most is not None and value > most)):
-            raise argparse.ArgumentTypeError(f"must be {allowed}, got {value}")
-        return value
-
-    return convert
-
-
-def restrict(parser: argparse.ArgumentParser, flag: str, convert: Callable[[str], Any]) -> None:
-    """Set the type of one of mlx-lm's flags, if this version of mlx-lm has the flag."""
+def restrict(parser: argparse.ArgumentParser, flag: str, parse: Callable[[str], Any]) -> None:
+    """Let one of mlx-lm's flags be parsed by a function that may raise ConfigError, if this version has the flag."""
     action = parser._option_string_actions.get(flag)
     if action is not None:
-        action.type = convert
+        action.type = argument_type(parse)
 
 
 # Parsers of mlx-lm's commands ----------------------------------------------------------------------------------------
@@ -149,8 +130,12 @@ def show_first(parser: argparse.ArgumentParser, *flags: str) -> None:
 # Ends -----------------------------------------------------------------------------------------------------------------
 
 
-class LineTracker:
-    """A text stream that keeps track of whether its last line has ended.
+class StdoutError(PagedCacheError):
+    """The standard output cannot be written."""
+
+
+class Stdout:
+    """A command's standard output, whose errors are told from those of other files and sockets.
 
     Args:
         stream: the stream to write to.
@@ -158,20 +143,36 @@ class LineTracker:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._at_start = True
+        self._at_start = True  # of a line
 
     def write(self, text: str) -> int:
-        """Write text."""
+        """Write text. Raises StdoutError if that fails."""
         if text:
             self._at_start = text.endswith("\n")
-        return self._stream.write(text)
+        with self._explaining():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush. Raises StdoutError if that fails."""
+        with self._explaining():
+            self._stream.flush()
 
     def end_line(self) -> None:
-        """End the current line, if it is not empty, and flush."""
-        with suppress(OSError):  # its reader may have gone
+        """End the current line, if it is not empty, and flush, if that is possible."""
+        with suppress(StdoutError):
             if not self._at_start:
                 self.write("\n")
-            self._stream.flush()
+            self.flush()
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # else Python flushes it again at exit, and reports an error
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            raise StdoutError(f"stdout cannot be written: {error}") from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -180,53 +181,35 @@ class LineTracker:
 @contextmanager
 def orderly_end(command: str, status_of: Callable[[Exception], int] = lambda error: 1) -> Iterator[None]:
     """Turn exceptions into exits of a command: this package's errors into one line, an interrupt into status 130, a
-    broken pipe of stdout into status 141 without a message.
+    stdout whose reader has gone into status 141 without a message.
 
     Args:
         command: name that is printed before an error.
         status_of: returns the exit status for an error of this package.
 
     Raises:
-        SystemExit: for a PagedCacheError or a stdout that cannot be written, after a message; for a KeyboardInterrupt.
+        SystemExit: for a PagedCacheError, after a message; for a KeyboardInterrupt.
     """
-    stdout = sys.stdout
-    tracker = LineTracker(stdout)
-    sys.stdout = tracker  # type: ignore[assignment]
+    before, stdout = sys.stdout, Stdout(sys.stdout)
+    sys.stdout = stdout  # type: ignore[assignment]
     try:
         yield
-        tracker.flush()
+        stdout.flush()
     except PagedCacheError as error:
-        tracker.end_line()
+        if isinstance(error, StdoutError) and isinstance(error.__cause__, BrokenPipeError):
+            sys.exit(BROKEN_PIPE)
+        stdout.end_line()
         print(f"{command}: {error}", file=sys.stderr)
         sys.exit(status_of(error))
     except KeyboardInterrupt as interrupt:
-        tracker.end_line()
+        stdout.end_line()
         if sys.stderr.isatty():
             print(file=sys.stderr)  # after the terminal's ^C
         if interrupt.args:
             print(f"{command}: {interrupt}", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except OSError as error:
-        if error.filename is not None or error.errno not in WRITE_ERRORS:  # it is not stdout's
-            raise
-        if isinstance(error, BrokenPipeError):
-            sys.exit(BROKEN_PIPE)
-        sys.exit(f"{command}: stdout cannot be written: {error}")
     finally:
-        sys.stdout = stdout
-        _redirect_if_unwritable(stdout)
-
-
-def _redirect_if_unwritable(stdout: TextIO) -> None:
-    """Redirect a stream that cannot be written to the null device: Python would flush it again at exit, and report an
-    error of its own."""
-    try:
-        stdout.flush()
-    except OSError:
-        with suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stdout.fileno())
-            os.close(nowhere)
+        sys.stdout = before
 
 
 def rate(number: int, seconds: float) -> str:

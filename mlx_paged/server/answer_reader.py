@@ -12,6 +12,7 @@ import html
 import json
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import regex
@@ -29,7 +30,6 @@ from .call_formats import (
     python_arguments,
     types_of,
 )
-from .requests.pieces import Call, Delta
 
 BARE_CALL = "<function="  # Qwen3-Coder's calls often lack the mark before them
 Reading = Generator[None, None, Any]  # yields when it needs more text
@@ -51,6 +51,53 @@ _MARKS, _END = regex.compile(rf"{_ENDS}|{_BEGINS}"), regex.compile(SPACE + _ENDS
 _BOUNDARY = regex.compile(rf"{_ENDS}{SPACE}(?={_BEGINS}| to=)|(?={_BEGINS})(?={_HEADER.pattern})")
 _RECIPIENT = regex.compile(r"to=(?:functions\.)?([^\s<]+)")
 _NOT_READABLE = (ValueError, TypeError, SyntaxError, LookupError, AttributeError, RecursionError, MemoryError)
+
+
+class Token(NamedTuple):
+    """A token with its log-probability.
+
+    Attributes:
+        id: index in the vocabulary.
+        text: the token decoded by itself.
+        bytes: its UTF-8 bytes, which may be part of a character.
+        logprob: None for the first token of a prompt.
+        top: the most likely tokens at its position, most likely first; their own ``top`` is empty.
+    """
+
+    id: int
+    text: str
+    bytes: bytes
+    logprob: float | None
+    top: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call; ``index`` is its place among the answer's calls, ``id`` names it for the tool's result."""
+
+    index: int
+    name: str
+    id: str
+
+
+@dataclass
+class Delta:
+    """The next part of an answer: some text, some reasoning, or some of a call's arguments.
+
+    Attributes:
+        kind: ``text``, ``reasoning`` or ``call``.
+        text: the text, or the arguments as JSON; may be empty.
+        call: the call that the arguments are of.
+        is_first, is_last: the call begins, or ends; one that does not end is not whole.
+        tokens: tokens with log-probabilities, if requested.
+    """
+
+    kind: str
+    text: str = ""
+    call: Call | None = None
+    is_first: bool = False
+    is_last: bool = False
+    tokens: list[Token] = field(default_factory=list)
 
 
 class _NoCall(Exception):

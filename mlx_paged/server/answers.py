@@ -1,30 +1,156 @@
-"""Answers: the answers to a request, split into text, reasoning and tool calls, in the format of its API.
-
-An AnswerResponse sends them as JSON, or as server-sent events with keep-alive comments in between.
-"""
+"""Answers to a request: split into text, reasoning and tool calls as they are generated, for the form of an API."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response
-
-from .answer_reader import AnswerReader
-from .errors import refusal_of
-from .http import SOCKET_SECONDS, RequestLog, json_response
-from .request import ServerRequest
-from .requests.pieces import Delta, Echo, Event, Form, Piece, Token, Usage
-from .work import ClientGone, Generated, Scores, Work
+from .answer_reader import AnswerReader, Delta, Token
+from .errors import RequestRefused
+from .request import Generated, Scores, ServerRequest
 
 if TYPE_CHECKING:
     from .texts import LoadedTexts
 
-T = TypeVar("T")
+
+@dataclass
+class Piece:
+    """A part of one answer, or all of it.
+
+    Attributes:
+        index: index of the answer in the request.
+        deltas: what it consists of, in order.
+        finish: why the answer ended: ``stop``, ``length`` or ``tool_calls``; None: it goes on.
+        stop: the stop string that ended it.
+    """
+
+    index: int = 0
+    deltas: list[Delta] = field(default_factory=list)
+    finish: str | None = None
+    stop: str | None = None
+
+    @classmethod
+    def joined(cls, pieces: Iterable[Piece]) -> Piece:
+        """Return all pieces of one answer, in order, as one."""
+        whole = cls()
+        for piece in pieces:
+            whole.index, whole.finish, whole.stop = piece.index, piece.finish, piece.stop
+            whole.deltas += piece.deltas
+        return whole
+
+    def folded(self) -> list[Delta]:
+        """Return the deltas, those of the same text, reasoning or call that follow each other as one."""
+        said = (each for each in self.deltas if each.text or each.is_first or each.is_last or each.tokens)
+        runs = groupby(said, key=lambda delta: (delta.kind, delta.call))
+        return [_joined(list(run)) for _, run in runs]
+
+    @property
+    def text(self) -> str:
+        return self._all("text")
+
+    @property
+    def reasoning(self) -> str:
+        return self._all("reasoning")
+
+    @property
+    def tokens(self) -> list[Token]:
+        return [token for delta in self.deltas for token in delta.tokens]
+
+    def _all(self, kind: str) -> str:
+        return "".join(delta.text for delta in self.deltas if delta.kind == kind)
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    first, last = deltas[0], deltas[-1]
+    tokens = [token for delta in deltas for token in delta.tokens]
+    text = "".join(delta.text for delta in deltas)
+    return Delta(first.kind, text, first.call, first.is_first, last.is_last, tokens)
+
+
+class Usage(NamedTuple):
+    """Token counts of a request: each prompt counts once, every generated answer counts.
+
+    Attributes:
+        prompt: tokens of the prompts.
+        cached: those of them that were found in the prefix cache.
+        completion: tokens of the answers.
+        reasoning: those of them that are reasoning.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0
+
+    def openai(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+        }
+
+    def responses(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.prompt,
+            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
+            "output_tokens": self.completion,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning},
+            "total_tokens": self.prompt + self.completion,
+        }
+
+
+class Head(NamedTuple):
+    """Fields common to all objects of an answer; ``id`` is without the form's prefix, ``created`` in Unix seconds."""
+
+    id: str
+    model: str
+    created: int
+    fingerprint: str
+
+
+class Event(NamedTuple):
+    """One event of a stream; ``data`` is a JSON value, or a string that is sent as it is."""
+
+    data: Any
+    name: str | None = None
+
+
+class Form(Protocol):
+    """Formats the answers to one request for one API.
+
+    Attributes:
+        repeats_body: the first and last events repeat what the body may be full of; they are made in a worker thread.
+    """
+
+    repeats_body: bool
+
+    def begin(self, usage: Usage) -> list[Event]:
+        """Return the first events of a stream; ``usage`` is what is known by then."""
+        ...
+
+    def piece(self, piece: Piece) -> list[Event]:
+        """Return the events of a piece; the last one of each answer says why it ended."""
+        ...
+
+    def end(self, usage: Usage) -> list[Event]:
+        """Return the last events of a stream, after all pieces."""
+        ...
+
+    def failed(self, refusal: RequestRefused) -> list[Event]:
+        """Return the last events of a stream that failed."""
+        ...
+
+    def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        """Return the body of a response that is not a stream; ``answers`` are in the order of their indices."""
+        ...
+
+
+# From the engine ---------------------------------------------------------------------------------------------------
 
 
 class Answer:
@@ -104,7 +230,7 @@ class Answers:
         self._pieces: list[Piece] = []  # not sent yet
         self._scores: dict[int, Scores] = {}
         self._num_open = request.num_answers
-        self._first_at: float | None = None
+        self.first_at: float | None = None
         self._has_begun = False
         self.progress = "keepalive"
 
@@ -116,7 +242,9 @@ class Answers:
         """Add items from the engine."""
         for item in items:
             if isinstance(item, Generated):
-                self._first_at = time.monotonic() if self._first_at is None else self._first_at
+                if self.first_at is None:
+                    self.first_at = time.monotonic()
+                    self._pieces += self._echoes()
                 self._num_open -= item.finish is not None
                 if (piece := self._answers[item.answer].next(item)) is not None:
                     self._pieces.append(piece)
@@ -133,7 +261,7 @@ class Answers:
             if all(answer.num_cached is None for answer in self._answers):
                 return []
             self._has_begun = True
-            events += self._form.begin(self.usage(), self._echoes())
+            events += self._form.begin(self.usage())
         pieces, self._pieces = self._pieces, []
         events += [event for piece in pieces for event in self._form.piece(piece)]
         return events + self._form.end(self.usage()) if self.are_over else events
@@ -144,14 +272,7 @@ class Answers:
         for piece in self._pieces:
             by_answer[piece.index].append(piece)
         answers = [Piece.joined(by_answer[index]) for index in by_answer]
-        return self._form.whole(answers, self.usage(), self._echoes())
-
-    def note_in(self, log: RequestLog) -> None:
-        """Set the token counts and the time to the first token in the log entry."""
-        usage = self.usage()
-        log.prompt, log.cached, log.generated = usage.prompt, usage.cached, usage.completion
-        if self._first_at is not None:
-            log.first_token = self._first_at - self.request.asked_at
+        return self._form.whole(answers, self.usage())
 
     def usage(self) -> Usage:
         """Return the token counts so far; a prompt's cached tokens are the fewest that any of its answers had."""
@@ -165,117 +286,17 @@ class Answers:
             return Usage(prompt, cached)
         return Usage(prompt, cached, sum(a.num_tokens for a in answers), sum(a.num_reasoning for a in answers))
 
-    def _echoes(self) -> list[Echo]:
-        """Return the prompt that each answer begins with; none without ``echo``."""
+    def _echoes(self) -> list[Piece]:
+        """Return the prompt that each answer begins with, as the first piece of it; none without ``echo``."""
         request = self.request
         prompts = [self._echo(number) for number in range(len(request.prompts))] if request.echo else []
-        return [echo for echo in prompts for _ in range(request.n)]
+        return [Piece(index, [prompts[index // request.n]]) for index in range(len(prompts) * request.n)]
 
-    def _echo(self, number: int) -> Echo:
+    def _echo(self, number: int) -> Delta:
         given, (first, *rest) = self.request.inputs[number], self.request.prompts[number].tokens
         text = given if isinstance(given, str) else self._texts.decode([first, *rest])
         if (scores := self._scores.get(number)) is None:
-            return Echo(text)
+            return Delta("text", text)
         token = self._answers[0].token
         scored = zip(rest, scores.logprobs, scores.top, strict=True)
-        return Echo(text, [token(first, None), *(token(*each) for each in scored)])
-
-
-# The response -------------------------------------------------------------------------------------------------------
-
-BEAT_SECONDS = 1.0  # without a write, after which a keep-alive comment is sent
-HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-
-
-class AnswerResponse(Response):
-    """The HTTP response with a request's answers. An event stream starts with the first event, or after a second:
-    errors found before that still get their HTTP status.
-
-    Args:
-        work: carries the answers to the client.
-        answers: the answers, fed from the work.
-        form: the API's response format.
-        log: log entry of the request.
-        headers: additional headers.
-    """
-
-    def __init__(
-        self,
-        work: Work,
-        answers: Answers,
-        form: Form,
-        log: RequestLog,
-        headers: dict[str, str],
-    ) -> None:
-        super().__init__(headers=headers)
-        self._work, self._answers, self._form, self._log = work, answers, form, log
-        self._given = headers
-        self._has_begun = False
-        self._last = time.monotonic()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the response. Raises ClientGone, and other errors only while the response can still get a status."""
-        self._send_message = send
-        try:
-            if self._answers.request.streams:
-                await self._stream_events()
-                return
-            while not self._answers.are_over:
-                await self._run(self._answers.add, await self._work.receive())
-            whole = await run_in_threadpool(lambda: json_response(self._answers.whole(), headers=self._given))
-            await whole(scope, receive, send)
-        except Exception as error:
-            if not self._has_begun or isinstance(error, ClientGone):
-                raise
-            refusal = refusal_of(error)
-            self._log.refuse(refusal)
-            await self._write(events_text(self._form.failed(refusal)))
-            await self._write(b"", more=False)
-        finally:
-            self._work.close()
-            self._answers.note_in(self._log)
-
-    async def _stream_events(self) -> None:
-        while not self._answers.are_over:
-            try:
-                items = await self._work.receive(BEAT_SECONDS)
-                is_end = not self._has_begun or any(isinstance(each, Generated) and each.finish for each in items)
-                text = await self._run(self._text, items, is_long=is_end and self._form.repeats_body)
-                if text:
-                    await self._write(text)
-            except TimeoutError:
-                pass
-            if time.monotonic() - self._last >= BEAT_SECONDS:
-                await self._write(f": {self._answers.progress}\n\n".encode())
-        await self._write(b"", more=False)
-
-    async def _run(self, call: Callable[[Sequence[Any]], T], items: Sequence[Any], *, is_long: bool = False) -> T:
-        """Call a function; in a worker thread if it takes long, as texts of tokens with log-probabilities do."""
-        if is_long or self._answers.request.wants_logprobs:
-            return await run_in_threadpool(call, items)
-        return call(items)
-
-    def _text(self, items: Sequence[Any]) -> bytes:
-        self._answers.add(items)
-        return events_text(self._answers.events())
-
-    async def _write(self, raw: bytes, *, more: bool = True) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in self._given.items())]
-            await self._send_message({"type": "http.response.start", "status": 200, "headers": headers})
-        self._last = time.monotonic()
-        try:
-            async with asyncio.timeout(SOCKET_SECONDS):
-                await self._send_message({"type": "http.response.body", "body": raw, "more_body": more})
-        except TimeoutError:
-            raise ClientGone from None
-
-
-def events_text(events: Iterable[Event]) -> bytes:
-    """Return events as they are sent to the client."""
-    text = ""
-    for event in events:
-        data = event.data if isinstance(event.data, str) else json.dumps(event.data, allow_nan=False)
-        text += f"data: {data}\n\n" if event.name is None else f"event: {event.name}\ndata: {data}\n\n"
-    return text.encode()
+        return Delta("text", text, tokens=[token(first, None), *(token(*each) for each in scored)])

@@ -9,7 +9,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -22,26 +22,25 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
 from ..ranks.ranks import Ranks
-from .answers import AnswerResponse, Answers
+from .answers import Answers, Form, Head
 from .clients import Clients
 from .engine_thread import CLOSING
 from .errors import RequestRefused, invalid, not_found, unavailable
-from .http import RequestLog, body_of, error_response, in_worker, json_response
+from .http import AnswerResponse, RequestLog, body_of, error_response, in_worker, json_response, parsed
 from .model_names import ModelNames
 from .options import ServerConfig
 from .ranked_engine import check_for_ranks, make_engine
 from .report import CACHE_PAGE_HEADERS, CONTENT_TYPE, ServerStats, blocks_of, cache_page, dispatches, pages_of
-from .request import ModelKey, ServerRequest
-from .requests.endpoints import ENDPOINTS, RESPONSES, Computation, Endpoint, Page, description
-from .requests.fields import MAX_PRIORITY, parsed
-from .requests.pieces import Form, Head
-from .requests.responses import MAX_KEPT_BYTES, KeptResponses, ResponseForm
-from .work import ClientGone, Work
+from .request import ClientGone, ModelKey, ServerRequest, Work
+from .requests.endpoints import ENDPOINTS, Page, description
+from .requests.fields import MAX_PRIORITY, Computation, Endpoint
+from .requests.responses import MAX_KEPT_BYTES, RESPONSES, KeptResponses, ResponseForm
 
 if TYPE_CHECKING:
     from .loaded_models import LoadedModels
 
 QUIET = ("/v1/cache/stats", "/health", "/metrics")  # polled by the page and by monitors: logged at DEBUG only
+OPEN = ("/", "/cache", "/health", "/openapi.json")  # without an API key; the page fetches its figures with the key
 LOOPBACK = re.compile(r"localhost|.+\.localhost|127(\.\d+){3}|\[?::1\]?")
 # Pages of this machine, browser extensions and applications; no web sites.
 LOCAL_ORIGINS = r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?|(?!https?:|null)[a-z][a-z0-9+.-]*:.*"
@@ -95,6 +94,15 @@ class Parts:
             raise unavailable(CLOSING)
         self.engine.check()
 
+    def check_key(self, headers: Headers) -> str | None:
+        """Return a request's API key; None if the server has none. Raises RequestRefused (401) for a wrong key."""
+        keys = self.config.api_keys
+        key = keys.find(headers.get("authorization", ""), headers.get("x-api-key", ""))
+        if keys and key is None:
+            words = "missing or wrong API key; send the header Authorization: Bearer KEY"
+            raise RequestRefused(401, words, code="invalid_api_key")
+        return key
+
     # Health and figures ---------------------------------------------------------------------------------------
 
     def health(self) -> dict[str, Any]:
@@ -117,7 +125,7 @@ class Parts:
             "running": {"running": sum(not each["waiting"] for each in requests), "waiting": self.engine.num_waiting},
             "pool": None if pool is None else pool.stats().as_dict(),
             "pages": [] if pool is None else [pages_of(group) for group in pool.groups],
-            "prefix_cache": cache.figures() if hasattr(cache, "figures") else None,
+            "prefix_cache": cache.figures() if self.config.prefix_cache else None,
             "dispatch": dispatches(),
         }
         if with_blocks:
@@ -184,8 +192,12 @@ class Gate(CORSMiddleware):
         self._parts.num_answering += is_post
         try:
             self.check(headers)
-            app = Response(status_code=204) if scope["method"] == "OPTIONS" else self._app
-            await app(scope, receive, noted_send)
+            if scope["method"] == "OPTIONS":
+                await Response(status_code=204)(scope, receive, noted_send)
+                return
+            if scope["path"] not in OPEN:
+                scope["state"]["key"] = self._parts.check_key(headers)
+            await self._app(scope, receive, noted_send)
         except (ClientGone, ClientDisconnect, ConnectionAbortedError):
             log.outcome = "cancelled"
         except Exception as error:
@@ -215,7 +227,7 @@ def make_app(parts: Parts) -> Any:
         for endpoint in ENDPOINTS.values()
         for path in (endpoint.path, *endpoint.aliases)
     ]
-    routes += [Route(path, app.page_handler(page), methods=["GET"]) for path, page in app.pages().items()]
+    routes += [Route(path, page.answer, methods=["GET"]) for path, page in app.pages().items()]
     routes.append(Route("/v1/responses/{name}", app.response, methods=["GET", "DELETE"]))
     return Gate(Router(routes, redirect_slashes=False, default=_nothing_here), parts)
 
@@ -236,7 +248,7 @@ class App:
         """Return the handler of a POST endpoint. What grows with the body is done in a worker thread."""
 
         async def handle(http: Request) -> Response:
-            key = self.check_key(http)
+            key = http.state.key
             self._parts.check_open()
             _log(http).client = self._parts.clients.name_of(key, http.headers.get("user-agent", ""))
             raw = await body_of(http)
@@ -303,39 +315,19 @@ class App:
         request.streams = bool(getattr(body, "stream", False))
         return request, form, headers
 
-    def check_key(self, http: Request) -> str | None:
-        """Return the request's API key; None if the server has none. Raises RequestRefused (401) for a wrong key."""
-        keys = self._parts.config.api_keys
-        key = keys.find(http.headers.get("authorization", ""), http.headers.get("x-api-key", ""))
-        if keys and key is None:
-            words = "missing or wrong API key; send the header Authorization: Bearer KEY"
-            raise RequestRefused(401, words, code="invalid_api_key")
-        return key
-
     # GET ------------------------------------------------------------------------------------------------------
-
-    def page_handler(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
-        """Return the handler of a page, which checks the API key unless the page is open."""
-
-        async def answer(http: Request) -> Response:
-            if not page.is_open:
-                self.check_key(http)
-            response: Response = await page.answer(http)
-            return response
-
-        return answer
 
     def pages(self) -> dict[str, Page]:
         """Return the GET pages by path; the routes and the OpenAPI description are made from them."""
         return {
-            "/health": Page(self.health, "Whether the server is ready", is_open=True),
+            "/health": Page(self.health, "Whether the server is ready"),
             "/version": Page(self.version, "Versions"),
             "/v1/models": Page(self.models, "Available models"),
             "/v1/cache/stats": Page(self.stats, "Pool statistics"),
             "/metrics": Page(self.metrics, "Metrics for Prometheus", "text/plain"),
-            "/cache": Page(self.cache, "HTML page that shows the pool", "text/html", is_open=True),
-            "/openapi.json": Page(self.openapi, "OpenAPI description of the server", is_open=True),
-            "/": Page(self.root, is_open=True),
+            "/cache": Page(self.cache, "HTML page that shows the pool", "text/html"),
+            "/openapi.json": Page(self.openapi, "OpenAPI description of the server"),
+            "/": Page(self.root),
             "/v1/models/": Page(self.models),
             "/v1/models/{name:path}": Page(self.model),
         }
@@ -343,7 +335,7 @@ class App:
     async def root(self, http: Request) -> Response:
         return RedirectResponse("/cache", 307)
 
-    async def cache(self, http: Request) -> Response:  # open: it holds no figures, but fetches them with the key
+    async def cache(self, http: Request) -> Response:
         return Response(cache_page(), 200, CACHE_PAGE_HEADERS, "text/html")
 
     async def health(self, http: Request) -> Response:
@@ -383,7 +375,7 @@ class App:
         return json_response(found)
 
     async def response(self, http: Request) -> Response:
-        key, name = self.check_key(http), http.path_params["name"]
+        key, name = http.state.key, http.path_params["name"]
         kept = self._parts.responses
         if http.method == "DELETE":
             return json_response(kept.delete(key, name))

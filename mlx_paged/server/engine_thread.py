@@ -20,13 +20,11 @@ import mlx.core as mx
 
 from ..errors import PoolExhaustedError, RequestFailedError, check_device
 from .errors import RequestRefused, unavailable
+from .loaded_models import LoadedModels, fetch_logprobs
 from .memory import MemoryWatch, Pressure, trim_heap
-from .request import ModelKey, ServerRequest
-from .row import Row, fetch_logprobs
-from .work import Outbox, Progress, Scores, Work
+from .request import ModelKey, Outbox, Progress, Row, Scores, ServerRequest, Work
 
 if TYPE_CHECKING:
-    from .loaded_models import LoadedModels
     from .report import ServerStats
     from .texts import LoadedTexts
 
@@ -245,7 +243,7 @@ class EngineThread:
             self.memory_watch.relieve(self.batch, self.models.pool, self.models.prompt_cache)
             self._step()
         cache, now = self.models.prompt_cache, self._clock()
-        if now - self._tidied > TIDY_EVERY_SECONDS and hasattr(cache, "tidy"):  # for a server that is never idle
+        if now - self._tidied > TIDY_EVERY_SECONDS:  # for a server that is never idle
             cache.tidy(for_seconds(TIDY_SECONDS))
             self._tidied = self._clock()
 
@@ -422,7 +420,7 @@ class EngineThread:
 
     def _fail_row(self, uid: int, error: Exception) -> None:
         """Fail a row's request, with its other rows."""
-        if isinstance(error.__cause__, PoolExhaustedError) and hasattr(self.models.prompt_cache, "unpaged"):
+        if isinstance(error.__cause__, PoolExhaustedError):
             self.models.prompt_cache.unpaged.trim_to(n_sequences=0)  # cached copies whose blocks the pool cannot evict
         row = self.rows.pop(uid, None)
         if row is not None:
@@ -492,8 +490,7 @@ class EngineThread:
         """Write prefixes to disk, trim the heap, unload idle models, and check the memory in use."""
         cache = self.models.prompt_cache
         self._tidied = self._clock()
-        if hasattr(cache, "tidy"):
-            cache.tidy(is_wanted)
+        cache.tidy(is_wanted)
         if self._worked_at and self._tidied - self._worked_at >= TRIM_SECONDS:
             self._worked_at = 0.0
             trim_heap()

@@ -18,7 +18,6 @@ from mlx_lm import server as upstream
 from mlx_lm import utils
 from mlx_lm.generate import make_stop_sequences, stream_generate
 from mlx_lm.models import cache as stock_cache
-from mlx_lm.models.cache import LRUPromptCache
 
 from ..engine.constraint import GrammarProcessor
 from ..engine.memory import PoolBudget
@@ -29,7 +28,7 @@ from ..kernels import availability, check
 from ..kv.pool import BlockPool
 from ..machine import memory_beside, usable_memory
 from ..model_folder import check_model_folder, check_weight_files, explain_load_errors, weight_bytes
-from ..patches.cache.lru_prompt_cache import PagedPromptCache, PromptStore, salted_store
+from ..patches.cache.lru_prompt_cache import PagedPromptCache
 from ..patches.cache.pools import count_weights, known_pool, pool_of, prefix_pool_of
 from ..patches.cache.prompt_cache import factory_of
 from ..patches.generate.batch_generator import PagedBatchGenerator
@@ -47,7 +46,6 @@ from .errors import not_found
 from .grammars import with_thinking_budget
 from .options import ServerConfig
 from .request import ModelKey, Prompt, ServerRequest
-from .row import gather_logprobs
 from .texts import LoadedTexts
 
 # Fingerprints of upstream's code whose behaviour this module relies on.
@@ -58,11 +56,11 @@ MAX_TOKENS = 1 << 24  # of a sequence; a budget that holds these counts as unlim
 WARM_UP_PROMPTS = ((40,), (40, 20))
 
 
-def changed() -> list[str]:
-    """Return the names of mlx-lm's server whose source is not the one this module was written for."""
+def check_known() -> None:
+    """Raise ConfigError if mlx-lm's tokenization of requests is not the one that the server was written for."""
     ((name, known),) = KNOWN.items()
-    tokenize = getattr(getattr(upstream, "ResponseGenerator", None), "_tokenize", None)
-    return [] if tokenize is not None and fingerprint(tokenize) == known else [name]
+    if fingerprint(upstream.ResponseGenerator._tokenize) != known:
+        raise ConfigError(f"the server does not support this version of mlx-lm: {name} has changed")
 
 
 def capacity(pool: BlockPool | None, chunk: int) -> int | None:
@@ -77,10 +75,9 @@ def capacity(pool: BlockPool | None, chunk: int) -> int | None:
     return bisect_left(range(1, MAX_TOKENS), True, key=lambda num_tokens: not budget.holds(num_tokens))
 
 
-def make_prompt_cache(config: ServerConfig, max_size: int | None, ranks: Ranks | None) -> PromptStore:
-    """Return the prompt cache that the options ask for; all models share it."""
-    if not config.prefix_cache:
-        return LRUPromptCache(max_size=0)  # keeps nothing
+def make_prompt_cache(config: ServerConfig, max_size: int | None, ranks: Ranks | None) -> PagedPromptCache:
+    """Return the prompt cache that the options ask for, which all models share. Without the prefix cache nothing is put
+    into it."""
     disk, folder = None, config.prefix_cache_dir
     if folder is not None and ranks is None:
         disk = DiskTier(Shelf(folder, max_bytes=config.prefix_cache_dir_size))
@@ -168,21 +165,21 @@ class ServedBatch(PagedBatchGenerator):
     """A batch generator for requests of the server.
 
     Args:
-        cache: the prompt cache of all models.
+        cache: the prompt cache of all models; None: requests share no prefixes.
         weights: the present model.
         args: arguments of the command line.
         stream: stream to compute on.
     """
 
-    def __init__(self, cache: PromptStore, weights: Weights, args: Any, stream: mx.Stream) -> None:
+    def __init__(self, cache: PagedPromptCache | None, weights: Weights, args: Any, stream: mx.Stream) -> None:
         prefixes: SharedPrefixes | None = None
-        if isinstance(cache, PagedPromptCache):
+        if cache is not None:
             prefixes = cache.shared_prefixes(weights.key, prefix_pool_of(weights.model))
         drafts: dict[str, Any] = {}
         if weights.draft_model is not None:
             drafts = {"draft_model": weights.draft_model, "num_draft_tokens": args.num_draft_tokens}
             draft_pool = known_pool(weights.draft_model)
-            if isinstance(cache, PagedPromptCache) and draft_pool is not None:
+            if cache is not None and draft_pool is not None:
                 drafts["draft_prefixes"] = cache.shared_prefixes(weights.key, draft_pool, 1)
         super().__init__(
             weights.model,
@@ -255,7 +252,7 @@ class LoadedModels:
         self._loaded: OrderedDict[ModelKey, tuple[Weights, LoadedTexts]] = OrderedDict()  # least recently used first
         self._all_texts: dict[ModelKey, LoadedTexts] = {}  # also of unloaded models of the command line
         self.prompt_cache = make_prompt_cache(config, cli_args.prompt_cache_size, ranks)
-        if isinstance(self.prompt_cache, PagedPromptCache) and self.prompt_cache.disk is not None:
+        if self.prompt_cache.disk is not None:
             self.prompt_cache.identify = self._identify
 
     def texts_of(self, key: ModelKey | None) -> LoadedTexts | None:
@@ -340,8 +337,7 @@ class LoadedModels:
 
     def _load(self, key: ModelKey, make_way: Callable[[], None]) -> None:
         weights = load_weights(key, self.cli_args)
-        if isinstance(self.prompt_cache, PagedPromptCache):
-            self.prompt_cache.tidy()  # the model's prefixes are dropped with it
+        self.prompt_cache.tidy()  # the model's prefixes are dropped with it
         make_way()
         needed = sum(x.nbytes for x in weights.arrays)
         while self._loaded and needed > usable_memory() - mx.get_active_memory():
@@ -365,9 +361,8 @@ class LoadedModels:
         mx.clear_cache()
 
     def unload(self) -> None:
-        if isinstance(self.prompt_cache, PagedPromptCache):
-            self.prompt_cache.tidy()
-            self.prompt_cache.forget_unloaded()
+        self.prompt_cache.tidy()
+        self.prompt_cache.forget_unloaded()
         texts = self.texts  # they stay
         while self._loaded:
             self._drop_oldest()
@@ -378,8 +373,8 @@ class LoadedModels:
         caches, texts = self._prepare(weights)
         self.weights, self.texts = weights, texts
         self._loaded[weights.key], self._all_texts[weights.key] = (weights, texts), texts
-        if isinstance(self.prompt_cache, PagedPromptCache):
-            self.prompt_cache.forget_unloaded()
+        self.prompt_cache.forget_unloaded()
+        if self.config.prefix_cache:
             self.prompt_cache.learn_layout(weights.key, caches)  # so that its prefixes on disk are found
 
     def _log_ready(self) -> None:
@@ -389,7 +384,7 @@ class LoadedModels:
             most = None if self.texts is None else self.texts.capacity
             tokens = "a request of any length" if most is None else f"{most:,} tokens"
             size = f"a KV cache of {pool.memory_budget:,} bytes, which holds {tokens}"
-        disk = getattr(self.prompt_cache, "disk", None)
+        disk = self.prompt_cache.disk
         kept = "" if disk is None else f"; {len(disk.shelf)} blocks of prefixes are on disk"
         logging.info("the model %s is ready, with %s%s", self.weights.key.model, size, kept)
 
@@ -402,7 +397,7 @@ class LoadedModels:
             own, draft_pool = known_pool(weights.model), factory_of(weights.draft_model, None).pool
             if own is not None and draft_pool is not None:
                 share_budget(own, draft_pool)
-        if isinstance(self.prompt_cache, PagedPromptCache) and (pool := known_pool(weights.model)) is not None:
+        if self.config.prefix_cache and (pool := known_pool(weights.model)) is not None:
             self.prompt_cache.cache_of(pool)  # with it requests need more; `capacity` counts that
         most = capacity(pool_of(weights.model), self.cli_args.prefill_step_size)
         return caches, LoadedTexts(weights, self.cli_args.chat_template_args, most)
@@ -435,7 +430,8 @@ class LoadedModels:
 
     def batch(self, stream: mx.Stream) -> ServedBatch:
         assert self.weights is not None
-        return ServedBatch(self.prompt_cache, self.weights, self.cli_args, stream)
+        cache = self.prompt_cache if self.config.prefix_cache else None
+        return ServedBatch(cache, self.weights, self.cli_args, stream)
 
     def scores(self, tokens: list[int], num_top: int) -> Iterator[tuple[list[float], list[Any]] | None]:
         """Run the model over a prompt slice by slice, apart from the batch and with caches of its own."""
@@ -466,7 +462,7 @@ class LoadedModels:
         if params.seed is not None:
             mx.random.seed(params.seed)
         key = list(vision.cache_key if vision is not None else prompt.tokens)
-        with salted_store(self.prompt_cache, request.salt):
+        with self.prompt_cache.salted(request.salt):
             cache, rest = self.prompt_cache.fetch_nearest_cache(weights.key, key)
         num_cached = len(prompt.tokens) - len(rest)
         tokens = prompt.tokens[num_cached:]
@@ -506,8 +502,9 @@ class LoadedModels:
             yield generated
             if generated.finish_reason is not None:
                 break
-        with salted_store(self.prompt_cache, request.salt):
-            self.prompt_cache.insert_cache(weights.key, key, cache)
+        if self.config.prefix_cache:
+            with self.prompt_cache.salted(request.salt):
+                self.prompt_cache.insert_cache(weights.key, key, cache)
 
     def trim(self, batch: ServedBatch | None) -> None:
         args, cache = self.cli_args, self.prompt_cache
@@ -518,8 +515,42 @@ class LoadedModels:
             cache.trim_to(n_bytes=args.prompt_cache_bytes - active)
 
     def close(self) -> None:
-        if isinstance(self.prompt_cache, PagedPromptCache):
-            self.prompt_cache.close()  # to disk, if it has a folder
+        self.prompt_cache.close()  # to disk, if it has a folder
         self.texts = self.weights = None
         self._loaded.clear()
         gc.collect()
+
+
+# Log-probabilities --------------------------------------------------------------------------------------------------
+
+
+def fetch_logprobs(asking: list[tuple[Any, int]]) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
+    """Return, by uid, the log-probability of each token and of the most likely ones.
+
+    Args:
+        asking: responses, each with its number of most likely tokens.
+    """
+    if not asking:
+        return {}
+    rows, tokens = mx.stack([response.logprobs for response, _ in asking]), [response.token for response, _ in asking]
+    found = gather_logprobs(rows, tokens, max(top for _, top in asking))
+    wanted = zip(asking, found, strict=True)
+    return {response.uid: (logprob, likeliest[:top]) for (response, top), (logprob, likeliest) in wanted}
+
+
+def gather_logprobs(
+    rows: mx.array, tokens: list[int], num_top: int
+) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """Return the log-probability of each row's token, and the row's ``num_top`` most likely tokens with theirs, in one
+    transfer."""
+    wanted, most = mx.array(tokens)[:, None], min(num_top, rows.shape[-1])
+    if most:
+        likeliest = mx.argpartition(-rows, kth=most - 1, axis=-1)[:, :most].astype(mx.int32)
+        wanted = mx.concatenate([wanted, likeliest], axis=1)
+    values = mx.take_along_axis(rows, wanted, axis=1).astype(mx.float32)
+    # Ids and values in one array: float32 is exact for ids up to 2**24.
+    fetched: Any = mx.stack([wanted.astype(mx.float32), values], axis=1).tolist()
+    return [
+        (logprobs[0], tuple(sorted(zip(map(int, ids[1:]), logprobs[1:], strict=True), key=lambda pair: -pair[1])))
+        for ids, logprobs in fetched
+    ]

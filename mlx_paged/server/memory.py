@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from ..kv.pool import BlockPool
 from ..machine import MemoryReading, memory_readings
+from ..patches.cache.lru_prompt_cache import PagedPromptCache
 
 
 def trim_heap() -> None:
@@ -94,7 +95,7 @@ class MemoryWatch:
             logging.info("memory is below its watermark again")
         return excess
 
-    def relieve(self, batch: Any, pool: BlockPool | None, prompt_cache: Any) -> None:
+    def relieve(self, batch: Any, pool: BlockPool | None, prompt_cache: PagedPromptCache) -> None:
         """Free memory between two steps, if a reading is due and says so. For the engine thread.
 
         Args:
@@ -117,9 +118,8 @@ class MemoryWatch:
             batch.preempt_last()
         if pool is not None:
             pool.memory.evict(excess)
-        unpaged = getattr(prompt_cache, "unpaged", None)
-        if unpaged is not None:
-            unpaged.trim_to(n_bytes=max(0, int(unpaged.nbytes) - excess))
+        unpaged = prompt_cache.unpaged
+        unpaged.trim_to(n_bytes=max(0, int(unpaged.nbytes) - excess))
 
     def as_dict(self) -> dict[str, Any] | None:
         """Return what ``/health`` shows; None if there has been no reading."""

@@ -16,9 +16,8 @@ from .errors import RequestRefused
 from .loaded_models import LoadedModels
 from .memory import MemoryWatch, nearest
 from .report import ServerStats
-from .request import ServerRequest
+from .request import ServerRequest, Work
 from .texts import parts_of
-from .work import Work
 
 TICK_SECONDS = 1.0  # between turns without work, in which prefixes expire and memory is given back
 
@@ -53,8 +52,7 @@ class RankedEngine(EngineThread):
         self.refuse_all()
         if (pool := self.models.pool) is not None:
             pool.check_integrity()
-            if hasattr(self.models.prompt_cache, "cache_of"):
-                self.models.prompt_cache.cache_of(pool).check_integrity()
+            self.models.prompt_cache.cache_of(pool).check_integrity()
             stats = pool.stats()
             logging.info("rank %d at its end: %d blocks cached; %s", self.ranks.rank, stats.cached_blocks, stats)
 

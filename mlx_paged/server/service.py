@@ -39,7 +39,7 @@ class Service(Parts):
         self.engine.on_start_error = self.on_start_error
         self._server: _Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_ending = False
+        self._ending: list[asyncio.Task[None]] = []
         self._status = 0
 
     # Running --------------------------------------------------------------------------------------------------
@@ -130,36 +130,31 @@ class Service(Parts):
     def _on_signal(self, number: int) -> None:
         """Handle a signal, in the event loop."""
         name, seconds = signal.Signals(number).name, self.config.drain_timeout
-        runs = self.engine.state in ("ok", "degraded") and seconds > 0
-        if self.is_draining or not runs:
+        if self.is_draining or not seconds or self.engine.state not in ("ok", "degraded"):
             logging.info("%s: shutting down", name)
-            self._end()
-            return
+            seconds = 0
+        else:
+            open_answers = f"{self.num_answering} open answer{'' if self.num_answering == 1 else 's'}"
+            logging.info("%s: waiting up to %g s for %s; the next signal ends the server", name, seconds, open_answers)
+        self._end(seconds)
+
+    def _end(self, seconds: float = 0) -> None:
+        """Take no new requests, and end the server in up to ``seconds``; it may be called again with fewer."""
         self.is_draining = True
-        open_answers = f"{self.num_answering} open answer{'' if self.num_answering == 1 else 's'}"
-        logging.info("%s: waiting up to %g s for %s; the next signal ends the server", name, seconds, open_answers)
-        self._task = asyncio.ensure_future(self._drain(seconds))
+        self._ending.append(asyncio.ensure_future(self._end_after(seconds)))  # a task that nobody holds may be dropped
 
-    async def _drain(self, seconds: float) -> None:
+    async def _end_after(self, seconds: float) -> None:
         await self._until_answered(seconds)
-        self._end()
-
-    async def _until_answered(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while self.num_answering and time.monotonic() < until:
-            await asyncio.sleep(0.02)
-
-    def _end(self) -> None:
-        if not self._is_ending:
-            self._is_ending = self.is_draining = True
-            self._last_task = asyncio.ensure_future(self._fail_all_and_end())
-
-    async def _fail_all_and_end(self) -> None:
         self.engine.is_stopping = self.ranks is None
         self.engine.fail_all(CLOSING)
         await self._until_answered(LAST_SECONDS)
         if self._server is not None:
             self._server.should_exit = True
+
+    async def _until_answered(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self.num_answering and time.monotonic() < until:
+            await asyncio.sleep(0.02)
 
     def on_rank_fault(self, why: str) -> None:
         """Fail all requests because of another rank, and wait until clients know. Any thread may call it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,14 +12,14 @@ from typing import Any
 import jinja2.meta
 import mlx.core as mx
 from mlx_lm import server as upstream
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from .agents import Refusals, fitted, fitted_tools, refusals_of, steady_messages
 from .call_formats import text_marks
-from .errors import RequestRefused, invalid
+from .errors import RequestRefused, invalid, prompt_too_long
 from .grammars import TokenizerGrammars, ends_in_reasoning, unwrapped
-from .request import ChatInput, Constraint, Input, Prompt, PromptLimits, ServerRequest
+from .request import ChatInput, Constraint, Input, Prompt, ServerRequest
 
 EFFORT = "reasoning_effort"
 MAX_DEFAULT_TOKENS = 1 << 16  # of an answer, if neither the request, --max-tokens nor the model sets a limit
@@ -43,7 +42,6 @@ class LoadedTexts:
         capacity: the same.
         vocab_size: size of the vocabulary.
         context_length: the model's context length in tokens; None: its configuration has none.
-        limits: limits of its prompts.
         takes_images: whether prompts may contain images.
         marks: the marks that divide its answers.
     """
@@ -59,9 +57,6 @@ class LoadedTexts:
         config = {**weights.config, **(weights.config.get("text_config") or {})}
         length = config.get("max_position_embeddings")
         self.context_length = length if isinstance(length, int) and length > 0 else None
-        most = None if most_tokens is None else most_tokens - 1
-        of_model = self.context_length is not None and (most is None or self.context_length < most)
-        self.limits = PromptLimits(self.context_length if of_model else most, of_model)
         self.takes_images = self._processor is not None
         self.marks = text_marks(tokenizer)
         self.token = functools.lru_cache(KNOWN_TOKENS)(self._token)
@@ -104,17 +99,15 @@ class LoadedTexts:
         Raises:
             RequestRefused: 400, the prompt cannot be made, or has more tokens than allowed.
         """
-        limits = self.limits
         if isinstance(given, list):
             tokens = given
-            limits.check(len(tokens))
+            self._check_length(len(tokens))
             if max(tokens) >= self.vocab_size:
                 raise invalid(f"prompt: token ids must be from 0 to {self.vocab_size - 1}, got {max(tokens)}", "prompt")
             return Prompt.of_tokens(tokens)
         param = "prompt"
         if isinstance(given, ChatInput):
             param = "messages"
-            limits.check(len(given.messages), at_least=True)  # a message has at least one token
             check_images(given, takes_images=self.takes_images)
             given = replace(given, messages=steady_messages(given.messages))
         try:
@@ -146,14 +139,24 @@ class LoadedTexts:
         cli_args = SimpleNamespace(chat_template_args=self._template_args)
         owner = SimpleNamespace(model_provider=SimpleNamespace(processor=self._processor, cli_args=cli_args))
         args = SimpleNamespace(chat_template_kwargs=variables)
-        continues = isinstance(given, ChatInput) and given.continues
-        tokenizer = _RequestTokenizer(self.tokenizer, self.limits, continues=continues)
+        tokenizer = self.tokenizer
+        if isinstance(given, ChatInput) and given.continues:
+            tokenizer = _ContinuingTokenizer(tokenizer)
         found = upstream.ResponseGenerator._tokenize(owner, tokenizer, request, args)
         tokens, segments, segment_types, _, vision = found
-        self.limits.check(len(tokens))
+        self._check_length(len(tokens))
         if vision is not None:
             mx.eval(vision.pixel_values)  # arrays cross threads evaluated
         return Prompt(tokens, segments, segment_types, self._initial_state(given, tokens), vision)
+
+    def _check_length(self, num_tokens: int) -> None:
+        """Raise RequestRefused (400) for a prompt that is longer than the context, or that the memory cannot hold."""
+        context, capacity = self.context_length, self.capacity
+        if context is not None and num_tokens > context:
+            raise prompt_too_long(f"{num_tokens} tokens > {context} maximum: the model's context length")
+        if capacity is not None and num_tokens >= capacity:  # the answer has at least one
+            why = "the KV cache budget holds no more; raise kv_cache_memory (--kv-cache-memory) or shorten the prompt"
+            raise prompt_too_long(f"{num_tokens} tokens > {capacity - 1} maximum: {why}")
 
     def _initial_state(self, given: ChatInput | str, tokens: list[int]) -> str:
         """Return the state in which the answer begins; what users have written does not count."""
@@ -253,28 +256,18 @@ def _byte_level() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-class _RequestTokenizer:
-    """A tokenizer for one request: refuses texts that are sure to have too many tokens before it encodes them, which
-    takes about 140 bytes a character, and lets the answer continue the last message of the chat."""
+class _ContinuingTokenizer:
+    """A tokenizer with which an answer continues the last message of the chat."""
 
-    def __init__(self, tokenizer: Any, limits: PromptLimits, *, continues: bool) -> None:
-        self._wrapped, self._limits, self._continues = tokenizer, limits, continues
+    def __init__(self, tokenizer: Any) -> None:
+        self._wrapped = tokenizer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
 
-    def encode(self, text: str, **options: Any) -> Any:
-        if (longest := _most_characters(unwrapped(self._wrapped))) is not None:
-            self._limits.check(len(text) // longest, at_least=True)
-        return self._wrapped.encode(text, **options)
-
-    def apply_chat_template(self, messages: Any, *, tokenize: bool = True, **options: Any) -> Any:
-        if self._continues:
-            options |= {"add_generation_prompt": False, "continue_final_message": True}
-        if not tokenize or not renders_jinja(self._wrapped):
-            return self._wrapped.apply_chat_template(messages, tokenize=tokenize, **options)
-        text = self._wrapped.apply_chat_template(messages, tokenize=False, **options)
-        return self.encode(text, add_special_tokens=False)
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        options |= {"add_generation_prompt": False, "continue_final_message": True}
+        return self._wrapped.apply_chat_template(messages, **options)
 
 
 def template_variables(tokenizer: Any, given: Mapping[str, Any], tools: Any = None) -> dict[str, Any]:
@@ -334,15 +327,3 @@ def _undeclared(template: str) -> frozenset[str]:
     # Parsed as it is rendered: with the tags that transformers adds to Jinja's.
     environment = chat_template_utils._compile_jinja_template(template).environment
     return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
-
-
-@functools.lru_cache(maxsize=2)
-def _most_characters(inner: Any) -> int | None:
-    """Return an upper bound of the characters of text that one token stands for. Normalisation may join up to four
-    characters to one, so it is four times the longest token; None if there is no known bound."""
-    if not isinstance(inner, PreTrainedTokenizerFast):
-        return None
-    model = json.loads(inner.backend_tokenizer.to_str())["model"]
-    if model.get("type") not in ("BPE", "Unigram"):
-        return None
-    return 4 * max(map(len, inner.get_vocab()), default=1)

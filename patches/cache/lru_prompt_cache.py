@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
@@ -281,15 +281,6 @@ class PagedPromptCache:
     def _live_caches(self) -> list[PrefixCache]:
         """Return the caches whose blocks were not lost in an error of the device."""
         return [cache for pool, cache in list(self._caches.items()) if not pool.is_lost]
-
-
-# The server's prompt cache: mlx-lm's, of size 0, if the prefix cache is disabled.
-PromptStore: TypeAlias = PagedPromptCache | LRUPromptCache
-
-
-def salted_store(store: PromptStore, salt: Hashable) -> AbstractContextManager[None]:
-    """Limit a ``with`` block to the prefixes of requests with this salt."""
-    return store.salted(salt) if isinstance(store, PagedPromptCache) else nullcontext()
 
 
 def _num_leaves(cache: PrefixCache, _: bool) -> int:

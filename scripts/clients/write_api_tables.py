@@ -12,8 +12,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mlx_paged.server.requests.endpoints import ENDPOINTS, Computation, Endpoint
-from mlx_paged.server.requests.fields import NO_EFFECT, REFUSED
+from mlx_paged.server.requests.endpoints import ENDPOINTS
+from mlx_paged.server.requests.fields import NO_EFFECT, REFUSED, Computation, Endpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 BEGIN, END = "<!-- tables: scripts/clients/write_api_tables.py -->\n", "<!-- end of tables -->\n"

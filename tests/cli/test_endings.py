@@ -1,6 +1,7 @@
 """Output and exit status of commands: --version, bad flags, closed stdout, full disk, interrupts, bad variables."""
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from mlx_paged.__main__ import UPSTREAM
-from mlx_paged.cli.terminal import restrict, whole_number
+from mlx_paged.cli.terminal import orderly_end, restrict
+from mlx_paged.config import number
 from tests.support.processes import commands
 from tests.support.processes.small_model import PROMPT, command, generate
 
@@ -47,8 +49,9 @@ def test_prompt_beyond_the_context_is_refused(folder: Path, tmp_path: Path) -> N
 
 def test_restrict_skips_a_flag_that_mlx_lm_lacks() -> None:
     parser = argparse.ArgumentParser()
-    restrict(parser, "--port", whole_number(0))
-    parser.add_argument("--number", type=whole_number(2))
+    restrict(parser, "--port", number("port", 0))
+    parser.add_argument("--number")
+    restrict(parser, "--number", number("number", 2))
     with pytest.raises(SystemExit):
         parser.parse_args(["--number", "x"])
     assert parser.parse_args(["--number", "2"]).number == 2
@@ -86,6 +89,11 @@ def test_closed_stdout_exits_with_141_and_no_message(folder: Path, arguments: st
         status = commands.start("mlx_paged", arguments, *prompt, stdout=nobody, stderr=errors).wait(300)
         errors.seek(0)
         assert (status, errors.read()) == (141, "")
+
+
+def test_broken_pipe_of_another_file_is_an_error() -> None:
+    with pytest.raises(BrokenPipeError), orderly_end("mlx_paged"):
+        raise BrokenPipeError(errno.EPIPE, "a socket's")
 
 
 def test_users_program_keeps_its_interrupt_handler() -> None:

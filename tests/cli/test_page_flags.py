@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlx_paged.server.errors import RequestRefused
+from mlx_paged.server.http import parsed
 from mlx_paged.server.requests.chat import CompletionBody
-from mlx_paged.server.requests.fields import parsed
 from tests.support.processes.small_model import PROMPT, generate, text_of
 
 BITS = ("--kv-bits", "4", "--kv-group-size", "32")

@@ -12,6 +12,7 @@ from mlx_paged.kv import device_blocks
 from mlx_paged.kv.blocks import blocks_choice
 from mlx_paged.kv.device_blocks import PACED_TOKENS
 from mlx_paged.kv.group import LayerGroup
+from mlx_paged.kv.new_tokens import NewTokens
 from mlx_paged.kv.pool import BlockPool
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.twins import HEADS, KD, SIZE, Twin
@@ -62,13 +63,17 @@ def test_prompt_chunks_are_computed_a_few_layers_at_a_time(tmp_path: Path) -> No
     table = pool.new_table()
     for num_tokens, together in ((PACED_TOKENS, 1), (PACED_TOKENS // 4, 4)):
         pool.append_tokens(table, num_tokens)
+        tokens = NewTokens([table], [num_tokens])
         x = mx.zeros((1, HEADS, num_tokens, KD))
         pending = []
+        group = pool.groups[0]
         with pool.lock:  # as in a model's call; its end computes everything
+            group.validate(x, x, 1)
+            pool.begin(group, tokens)
             for layer in layers:
                 for _ in range(10):
                     x = x + 1
-                pool.write_prefill(table, layer, x, x)
+                group.blocks[layer].write(tokens, x, x)
                 pending.append([num_nodes(*pool.ready(earlier)) > 0 for earlier in layers[: layer + 1]])
         for layer in layers:
             started = (layer + 1) // together * together

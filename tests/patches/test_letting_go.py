@@ -14,7 +14,7 @@ import mlx_paged
 from mlx_paged import PagedConfig, PoolExhaustedError, RequestFailedError
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.server.work import Outbox, Work
+from mlx_paged.server.request import Outbox, Work
 from tests.support.caches import batch_over
 from tests.support.models.batch_runs import generator, kv_budget
 from tests.support.models.builders import build, perturbed, prompt_of

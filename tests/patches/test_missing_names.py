@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -43,22 +42,13 @@ def test_missing_names_skip_only_the_patches_that_need_them() -> None:
     assert set(applied) | set(waiting) >= {name for name in others if name.startswith("mlx_lm.models.q")}
 
 
-def test_server_that_cannot_be_adapted_runs_stock_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+def test_server_ends_with_a_version_of_mlx_lm_that_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import mlx_lm.server as upstream
-
     from mlx_paged.cli import server
+    from mlx_paged.server import loaded_models
 
-    ran: list[Any] = []
-    monkeypatch.setattr(server.signal, "signal", lambda *args: None)
-    monkeypatch.setattr(upstream, "run", lambda *args: ran.append(args))
-    monkeypatch.setitem(sys.modules, "mlx_paged.server.loaded_models", None)
-    monkeypatch.delattr("mlx_paged.server.loaded_models", raising=False)
-    server.main(["--port", "9"])
-    assert "unknown version of mlx_lm.server" in caplog.text
-    ((host, port, provider),) = ran
-    assert (host, port, provider.cli_args.max_tokens) == ("127.0.0.1", 9, 512)
-    with pytest.raises(SystemExit):
-        server.main(["--api-key", "secret"])
-    assert "--api-key is not supported" in capsys.readouterr().err
+    monkeypatch.setitem(loaded_models.KNOWN, "ResponseGenerator._tokenize", "another")
+    with pytest.raises(SystemExit) as ended:
+        server.main(["--port", "9"])
+    assert ended.value.code == 78 and "does not support this version of mlx-lm" in capsys.readouterr().err

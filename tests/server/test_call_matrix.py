@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from mlx_paged.server.answer_reader import AnswerReader
-from mlx_paged.server.answers import Answer
-from mlx_paged.server.request import ChatInput, Prompt, ServerRequest
+from mlx_paged.server.answers import Answer, Event, Head, Piece, Usage
+from mlx_paged.server.request import ChatInput, Generated, Prompt, ServerRequest
 from mlx_paged.server.requests.chat import ChatBody, ChatForm
 from mlx_paged.server.requests.messages import CountBody, MessageForm, MessageParam
-from mlx_paged.server.requests.pieces import Event, Head, Piece, Usage
 from mlx_paged.server.requests.responses import ResponseBody, ResponseForm
-from mlx_paged.server.work import Generated
 from tests.support.call_texts import WRITERS, marks_of
 
 HEAD = Head("x", "m", 0, "")

@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.engine.sampling.params import SamplingParams
+from mlx_paged.server import http
 from mlx_paged.server.errors import RequestRefused
-from mlx_paged.server.requests import fields
 from mlx_paged.server.requests.chat import chat_request, completion_request
 from mlx_paged.server.requests.endpoints import ENDPOINTS
+from mlx_paged.server.requests.fields import NO_EFFECT, REFUSED
 from tests.support.models.tiny_model import VOCAB
 from tests.support.processes.server_process import ServerProcess
 
@@ -64,7 +65,7 @@ bodies = st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4).flatma
 
 
 def parse(body: Any, path: str, **options: bool) -> Any:
-    return fields.parsed(json.dumps(body).encode(), ENDPOINTS[path].body, **options)[0]
+    return http.parsed(json.dumps(body).encode(), ENDPOINTS[path].body, **options)[0]
 
 
 @settings(max_examples=300, deadline=None)
@@ -91,7 +92,7 @@ def test_json_body_is_parsed_or_refused(body: Any) -> None:
 @example(b"\xff\xfe")
 def test_random_bytes_are_refused(raw: bytes) -> None:
     with pytest.raises(RequestRefused) as caught:
-        fields.parsed(raw, ENDPOINTS[COMPLETIONS].body)
+        http.parsed(raw, ENDPOINTS[COMPLETIONS].body)
     assert caught.value.status == 400
 
 
@@ -111,11 +112,11 @@ def test_wrong_types_are_refused_by_name(path: str, name: str) -> None:
 
 def test_known_parameters_without_effect_are_accepted_and_others_refused() -> None:
     model = ENDPOINTS[CHAT].body
-    for name in fields.NO_EFFECT:
-        assert fields.parsed(json.dumps({**HI, name: {"a": 1}}).encode(), model, strict=True)[1] == []
-    for name, (why, *allowed) in fields.REFUSED.items():
+    for name in NO_EFFECT:
+        assert http.parsed(json.dumps({**HI, name: {"a": 1}}).encode(), model, strict=True)[1] == []
+    for name, (why, *allowed) in REFUSED.items():
         for value in allowed:
-            assert fields.parsed(json.dumps({**HI, name: value}).encode(), model, strict=True)[1] == []
+            assert http.parsed(json.dumps({**HI, name: value}).encode(), model, strict=True)[1] == []
         with pytest.raises(RequestRefused, match=f"{name} is not supported: {why}") as caught:
             parse({**HI, name: "other"}, CHAT)
         assert caught.value.param == name
@@ -130,13 +131,13 @@ def test_missing_parameters_are_refused_and_unknown_ones_are_named(caplog: pytes
                     parse({key: value for key, value in body.items() if key != name}, path)
         raw = json.dumps({**body, "temprature": 0, "nothing": None}).encode()
         for _ in range(2):
-            assert fields.parsed(raw, model)[1] == ["temprature"]
+            assert http.parsed(raw, model)[1] == ["temprature"]
         with pytest.raises(RequestRefused, match="temprature is unknown or has no effect") as caught:
-            fields.parsed(raw, model, strict=True)
+            http.parsed(raw, model, strict=True)
         assert caught.value.param == "temprature"
     assert caplog.text.count("'temprature'") <= 1
     nested = {**LEAST["/v1/messages"], "tools": [{"name": "f", "input_schema": {}, "eager": True}]}
-    assert fields.parsed(json.dumps(nested).encode(), ENDPOINTS["/v1/messages"].body)[1] == ["tools.eager"]
+    assert http.parsed(json.dumps(nested).encode(), ENDPOINTS["/v1/messages"].body)[1] == ["tools.eager"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_missing_parameters_are_refused_and_unknown_ones_are_named(caplog: pytes
 )
 def test_body_of_too_many_values_is_refused(junk: str) -> None:
     with pytest.raises(RequestRefused) as caught:
-        fields.parsed(('{"prompt": "x", "junk": ' + junk).encode(), ENDPOINTS[COMPLETIONS].body)
+        http.parsed(('{"prompt": "x", "junk": ' + junk).encode(), ENDPOINTS[COMPLETIONS].body)
     assert caught.value.status == 413
 
 

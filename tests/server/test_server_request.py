@@ -11,7 +11,7 @@ import pytest
 
 from mlx_paged.engine.sampling.params import SamplingParams
 from mlx_paged.server.request import Prompt, ServerRequest
-from mlx_paged.server.requests.chat import ChatBody, chat_request, sampling_of
+from mlx_paged.server.requests.chat import ChatBody, chat_request
 from mlx_paged.server.requests.fields import SamplingParameters
 from mlx_paged.server.requests.messages import CountBody, message_request
 from tests.support.constraints import constraint_of
@@ -56,7 +56,7 @@ ONLY_OF_THE_ENGINE = {"min_tokens_to_keep", "xtc_special_tokens"}
 
 def test_all_sampling_parameters_of_a_body_reach_the_engine() -> None:
     body = SamplingParameters(**SAID, logit_bias={"3": 1.5})
-    made = asdict(sampling_of(vars(body), {}))
+    made = asdict(body.sampling({}))
     assert {name: made[name] for name in SAID} == SAID and made["logit_bias"] == {3: 1.5}
     assert set(made) - set(SAID) - ONLY_OF_THE_ENGINE == {"logit_bias"}, "a parameter that no client can set"
     others = {"logit_bias", "prompt_lookup", "cache_salt", "priority"}

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_paged.server.row import StopScanner
+from mlx_paged.server.request import StopScanner
 from tests.support.server.answers import cut_of
 
 

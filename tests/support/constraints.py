@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from mlx_paged.server.http import validated
 from mlx_paged.server.request import Constraint
-from mlx_paged.server.requests.fields import AnswerParameters, ToolParameters, validated
+from mlx_paged.server.requests.fields import AnswerParameters, ToolParameters
 
 
 def constraint_of(body: dict[str, Any], *, chat: bool = True) -> Constraint | None:

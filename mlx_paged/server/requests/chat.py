@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, with_config
+from typing_extensions import TypedDict  # pydantic requires it before Python 3.12
 
-from ...engine.sampling.params import SamplingParams
+from ..answer_reader import Delta, Token
+from ..answers import Event, Head, Piece, Usage
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
 from .fields import (
@@ -17,6 +19,7 @@ from .fields import (
     TOKEN_ID_LIMIT,
     AnswerParameters,
     Body,
+    Endpoint,
     ModelParameters,
     SamplingParameters,
     Several,
@@ -26,42 +29,26 @@ from .fields import (
     ToolParameters,
     or_none,
 )
-from .pieces import FORBIDDEN_LOGPROB, Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
+
+_OPEN = ConfigDict(extra="allow", strict=True)  # other fields are left to the chat template
 
 
-def check_messages(given: Any) -> Any:
-    """Check the messages of a request body or of a line of a prompts file. Other fields are left to the chat
-    template."""
-    if not given:
-        raise ValueError("must be a non-empty list")
-    for index, message in enumerate(given):
-        content, calls = message.get("content"), message.get("tool_calls")
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"message {index} must be an object with a role")
-        if isinstance(content, list):
-            for part in content:
-                if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-                    raise ValueError(f"message {index}: each part of the content must be an object with a type")
-                if part["type"] == "text" and not isinstance(part.get("text"), str):
-                    raise ValueError(f"message {index}: a part of type text must have a text")
-        elif content is not None and not isinstance(content, str):
-            raise ValueError(f"message {index}: the content must be a string or a list of parts")
-        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-            raise ValueError(f"message {index}: tool_calls must be a list of objects")
-    return given
+@with_config(_OPEN)
+class Part(TypedDict):
+    type: str
+    text: NotRequired[str]
 
 
-_PARTS = {"type": "array", "items": {"type": "object"}}
-_MESSAGE = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {"role": {"type": "string"}, "content": {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]}},
-}
-Messages = Annotated[
-    Several[dict[str, Any]],
-    AfterValidator(check_messages),
-    WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE}),
-]
+@with_config(_OPEN)
+class Message(TypedDict):
+    """A message of a chat."""
+
+    role: str
+    content: NotRequired[str | Several[Part] | None]
+    tool_calls: NotRequired[Several[dict[str, Any]] | None]
+
+
+Messages = Annotated[Several[Message], Field(min_length=1)]
 
 
 class Thinking(Body):
@@ -132,33 +119,10 @@ class ChatBody(TemplateParameters, ToolParameters, SamplingParameters, ModelPara
     )
 
 
-def sampling_of(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters.
-
-    Args:
-        said: checked fields of :class:`SamplingParameters`, from a body or a line of a prompts file.
-        defaults: values of the command line for fields that are not given.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-    chosen = dict(defaults)
-    chosen |= {name: value for name in _SAMPLING if (value := said.get(name)) is not None}
-    if bias := said.get("logit_bias"):
-        chosen["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
-    if (seed := said.get("seed")) is not None:
-        chosen["seed"] = seed % (1 << 64)
-    return SamplingParams(**chosen)
-
-
-# Fields that go to SamplingParams unchanged; one that it lacks raises an error instead of being ignored.
-_SAMPLING = SamplingParameters.model_fields.keys() - {"logit_bias", "seed", "prompt_lookup", "cache_salt", "priority"}
-
-
 def engine_options(body: SamplingParameters, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters that all APIs share, as attributes of a request."""
     return {
-        "sampling": sampling_of(vars(body), defaults),
+        "sampling": body.sampling(defaults),
         "prompt_lookup": body.prompt_lookup,
         "priority": body.priority or 0,
         "keeps": "prompt" if getattr(body, "prompt_cache_key", None) else "",
@@ -219,7 +183,7 @@ class ChatForm:
         self._includes_logprobs = bool(body.logprobs) or (body.top_logprobs or 0) > 0
         self._begun: set[int] = set()  # answers whose role was sent: clients concatenate the fields of deltas
 
-    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
+    def begin(self, usage: Usage) -> list[Event]:
         return []
 
     def piece(self, piece: Piece) -> list[Event]:
@@ -240,7 +204,7 @@ class ChatForm:
     def failed(self, refusal: RequestRefused) -> list[Event]:
         return [Event(refusal.body())]
 
-    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         choices = [self._choice(answer, "message") for answer in answers]
         return {**self._with_choices(self.whole_object, choices), "usage": usage.openai()}
 
@@ -283,6 +247,26 @@ def _call(delta: Delta, *, is_whole: bool) -> dict[str, Any]:
     if not delta.is_first:
         return {**place, "function": {"arguments": delta.text}}
     return {**place, "function": {"name": call.name, "arguments": delta.text}, "type": "function", "id": call.id}
+
+
+FORBIDDEN_LOGPROB = float("-inf")  # of tokens that the grammar does not allow; JSON cannot express it
+
+
+def content_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+    """Return log-probabilities in the format of OpenAI's chats, plus token ids as in mlx-lm."""
+    return {
+        "content": [
+            {
+                **_logprob_entry(token),
+                "top_logprobs": [_logprob_entry(other) for other in token.top if other.logprob != FORBIDDEN_LOGPROB],
+            }
+            for token in tokens
+        ]
+    }
+
+
+def _logprob_entry(token: Token) -> dict[str, Any]:
+    return {"id": token.id, "token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
 
 
 # Completions ----------------------------------------------------------------------------------------------------------
@@ -373,19 +357,7 @@ class CompletionForm(ChatForm):
     def __init__(self, head: Head, body: CompletionBody) -> None:
         super().__init__(head, body)
         self._num_top = _num_top(body)
-        self.repeats_body = bool(body.echo)
         self._offsets: dict[int, int] = {}  # characters of each answer so far, by index
-
-    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
-        return [event for index, echo in enumerate(echoes) for event in self.piece(_echoed(index, echo))]
-
-    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
-        if echoes:
-            answers = [
-                Piece.joined([_echoed(answer.index, echo), answer])
-                for echo, answer in zip(echoes, answers, strict=True)
-            ]
-        return super().whole(answers, usage)
 
     def _choice(self, piece: Piece, key: str) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish}
@@ -414,10 +386,6 @@ class CompletionForm(ChatForm):
         }
 
 
-def _echoed(index: int, echo: Echo) -> Piece:
-    return Piece(index, [Delta("text", echo.text, tokens=list(echo.tokens))])
-
-
 def _likeliest(token: Token) -> dict[str, float] | None:
     """Return the most likely tokens by text, including the token itself; None for the first token of a prompt."""
     if token.logprob is None:
@@ -428,3 +396,16 @@ def _likeliest(token: Token) -> dict[str, float] | None:
             likeliest.setdefault(other.text, other.logprob)
     likeliest.setdefault(token.text, token.logprob)
     return likeliest
+
+
+CHAT = Endpoint(
+    "/v1/chat/completions",
+    "Chat completions, as in OpenAI's API",
+    ChatBody,
+    chat_request,
+    ChatForm,
+    ("/chat/completions",),  # as in mlx-lm
+)
+COMPLETIONS = Endpoint(
+    "/v1/completions", "Completions of prompts, as in OpenAI's API", CompletionBody, completion_request, CompletionForm
+)

@@ -1,4 +1,4 @@
-"""The POST endpoints, with those of vLLM, and the OpenAPI description of these and of the GET pages."""
+"""The list of POST endpoints, vLLM's /tokenize and /detokenize, and the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -8,59 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic.json_schema import models_json_schema
 
 from ..errors import invalid
-from ..request import ChatInput, Input, ServerRequest
-from .chat import (
-    ChatBody,
-    ChatForm,
-    CompletionBody,
-    CompletionForm,
-    Messages,
-    TemplateParameters,
-    TokenIds,
-    chat_request,
-    completion_request,
-)
-from .fields import Body, ToolList
-from .messages import CountBody, MessageBody, MessageForm, count_tokens, message_request
-from .pieces import Form, Head
-from .responses import ResponseBody, ResponseForm, response_request
+from ..request import ChatInput, Input
+from .chat import CHAT, COMPLETIONS, Messages, TemplateParameters, TokenIds
+from .fields import Body, Computation, Endpoint, ToolList
+from .messages import COUNT_TOKENS, MESSAGES
+from .responses import RESPONSES
 
 if TYPE_CHECKING:
     from ..texts import LoadedTexts
-
-
-class Endpoint(NamedTuple):
-    """A POST endpoint that generates.
-
-    Attributes:
-        path: path of its URL.
-        summary: summary in the OpenAPI description.
-        body: pydantic model of the body.
-        request, form: make the request from a body, and the form of its answers.
-        aliases: other paths.
-    """
-
-    path: str
-    summary: str
-    body: type[Body]
-    request: Callable[[Any, Mapping[str, Any]], ServerRequest]
-    form: Callable[[Head, Any], Form]
-    aliases: tuple[str, ...] = ()
-
-
-class Computation(NamedTuple):
-    """A POST endpoint that generates nothing.
-
-    Attributes:
-        path, summary, body, aliases: as for an :class:`Endpoint`.
-        answer: makes the answer from the body and the model's texts. It is called in a worker thread.
-    """
-
-    path: str
-    summary: str
-    body: type[Body]
-    answer: Callable[[Any, LoadedTexts], dict[str, Any]]
-    aliases: tuple[str, ...] = ()
 
 
 class Page(NamedTuple):
@@ -70,13 +25,11 @@ class Page(NamedTuple):
         answer: makes the response to a request.
         summary: summary in the OpenAPI description; "": the page is left out there.
         kind: media type of the response.
-        is_open: whether it is served without an API key.
     """
 
     answer: Callable[..., Any]
     summary: str = ""
     kind: str = "application/json"
-    is_open: bool = False
 
 
 class TokenizeBody(TemplateParameters):
@@ -117,37 +70,6 @@ def detokenize(body: DetokenizeBody, texts: LoadedTexts) -> dict[str, Any]:
     return {"prompt": texts.decode(body.tokens)}
 
 
-CHAT = Endpoint(
-    "/v1/chat/completions",
-    "Chat completions, as in OpenAI's API",
-    ChatBody,
-    chat_request,
-    ChatForm,
-    ("/chat/completions",),  # as in mlx-lm
-)
-COMPLETIONS = Endpoint(
-    "/v1/completions", "Completions of prompts, as in OpenAI's API", CompletionBody, completion_request, CompletionForm
-)
-RESPONSES = Endpoint(
-    "/v1/responses",
-    "Responses, as in OpenAI's API",
-    ResponseBody,
-    response_request,
-    ResponseForm,
-)
-MESSAGES = Endpoint(
-    "/v1/messages",
-    "Messages, as in Anthropic's API",
-    MessageBody,
-    message_request,
-    MessageForm,
-)
-COUNT_TOKENS = Computation(
-    "/v1/messages/count_tokens",
-    "Number of tokens in the prompt of a message, as in Anthropic's API",
-    CountBody,
-    count_tokens,
-)
 TOKENIZE = Computation("/tokenize", "Tokens of a text or of messages, as in vLLM", TokenizeBody, tokenize)
 DETOKENIZE = Computation("/detokenize", "Text of tokens, as in vLLM", DetokenizeBody, detokenize)
 _ALL: tuple[Endpoint | Computation, ...] = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)

@@ -1,13 +1,11 @@
-"""Parameters that the bodies of the APIs share, as pydantic models: names, ranges, constraints on answers in the form
-of OpenAI's chats, and which are ignored or refused."""
+"""What the APIs share: endpoints, and parameters of the bodies as pydantic models, with their names and ranges,
+constraints on answers in the form of OpenAI's chats, and which parameters are ignored or refused."""
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, islice
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -15,16 +13,19 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import from_json
 
 from ...config import MAX_PROMPT_LOOKUP
+from ...engine.sampling.params import SamplingParams
 from ...grammar.compiler import ANY_OBJECT, GrammarSource
-from ..errors import RequestRefused, invalid
-from ..request import Constraint, Tool, Tools
+from ..answers import Form, Head
+from ..errors import invalid
+from ..request import Constraint, ServerRequest, Tool, Tools
+
+if TYPE_CHECKING:
+    from ..texts import LoadedTexts
 
 MAX_TOKENS = 1 << 24
 MAX_CONTEXT = 1 << 20
@@ -36,15 +37,12 @@ MAX_ANSWERS = 256  # answers to one request
 MAX_PENALTY = 1e4
 LEAST_REPETITION_PENALTY = 1e-3
 MAX_PRIORITY = 1 << 20
-MAX_VALUES = 1 << 19  # commas and brackets in a body: each may become a Python object, which takes up to 1 µs
-MAX_PARAMETERS = 1024
 MAX_TOOLS = 1024
 MAX_STOPS = 1024
 MAX_REFERENCES = 1024  # items of type item_reference
 T = TypeVar("T")
 Several = Annotated[list[T], Field(fail_fast=True)]  # a list that is checked up to its first fault
 ToolList = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS)]
-MOST_NOTED = 1000  # names of unknown parameters in the log
 
 
 # Parameters that clients send and that no API here supports. An API that has a field of the name uses that instead.
@@ -98,6 +96,40 @@ class Body(BaseModel):
         return []
 
 
+class Endpoint(NamedTuple):
+    """A POST endpoint that generates.
+
+    Attributes:
+        path: path of its URL.
+        summary: summary in the OpenAPI description.
+        body: pydantic model of the body.
+        request, form: make the request from a body, and the form of its answers.
+        aliases: other paths.
+    """
+
+    path: str
+    summary: str
+    body: type[Body]
+    request: Callable[[Any, Mapping[str, Any]], ServerRequest]
+    form: Callable[[Head, Any], Form]
+    aliases: tuple[str, ...] = ()
+
+
+class Computation(NamedTuple):
+    """A POST endpoint that generates nothing.
+
+    Attributes:
+        path, summary, body, aliases: as for an :class:`Endpoint`.
+        answer: makes the answer from the body and the model's texts. It is called in a worker thread.
+    """
+
+    path: str
+    summary: str
+    body: type[Body]
+    answer: Callable[[Any, LoadedTexts], dict[str, Any]]
+    aliases: tuple[str, ...] = ()
+
+
 class ModelParameters(Body):
     """Which model answers."""
 
@@ -117,14 +149,14 @@ def _check_repetition(value: float) -> float:
     return value
 
 
-def _check_bias(value: Any) -> Any:
-    """Check ``logit_bias`` up to its first fault: pydantic would list all of them."""
-    for token, bias in value.items() if isinstance(value, dict) else ():
+def _checked_bias(value: dict[str, Any]) -> dict[int, float]:
+    """Return ``logit_bias`` by token id, checked up to its first fault: pydantic would list all of them."""
+    for token, bias in value.items():
         if not _TOKEN.fullmatch(token):
             raise ValueError(f"keys must be token ids, got {token[:80]!r}")
         if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
             raise ValueError(f"values must be numbers from -{MAX_BIAS} to {MAX_BIAS}")
-    return value
+    return {int(token): float(bias) for token, bias in value.items()}
 
 
 def or_none(value: Any) -> Any:
@@ -139,7 +171,8 @@ _BIAS_SCHEMA = {
     "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
     "propertyNames": {"pattern": "^[0-9]{1,8}$"},
 }
-Bias = Annotated[dict[str, Any], BeforeValidator(_check_bias), WithJsonSchema(_BIAS_SCHEMA)]
+Bias = Annotated[dict[str, Any], AfterValidator(_checked_bias), WithJsonSchema(_BIAS_SCHEMA)]
+Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1), AfterValidator(lambda seed: seed % (1 << 64))]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Context = Annotated[int, Field(ge=0, le=MAX_CONTEXT)]
 
@@ -162,9 +195,7 @@ class SamplingParameters(Body):
     presence_context_size: Context | None = None
     frequency_context_size: Context | None = None
     logit_bias: Bias | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = Field(
-        None, description="the i-th of `n` answers (from 0) uses seed + i"
-    )
+    seed: Seed | None = Field(None, description="the i-th of `n` answers (from 0) uses seed + i")
     prompt_lookup: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOOKUP)] | None = Field(
         None, description="mlx_paged only; most drafts per step"
     )
@@ -174,6 +205,19 @@ class SamplingParameters(Body):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
         None, description="lower numbers are admitted first, and preempt higher ones"
     )
+
+    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the sampling parameters: the fields that SamplingParams has, too.
+
+        Args:
+            defaults: values of the command line for fields that are not given.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        known = SamplingParams.__dataclass_fields__
+        given = {name: value for name, value in vars(self).items() if name in known and value is not None}
+        return SamplingParams(**{**defaults, **given})
 
 
 class StreamOptions(Body):
@@ -377,101 +421,3 @@ def _tool(index: int, tool: Mapping[str, Any], *, checked: bool) -> Tool:
     if not isinstance(schema, dict):
         raise invalid(f"{where}.parameters must be a JSON schema object", "tools")
     return Tool(function["name"], schema if checked else ANY_OBJECT, f"{where}.parameters")
-
-
-# From bytes to a model --------------------------------------------------------------------------------------------
-
-
-def parsed(raw: bytes | bytearray, model: type[Body], *, strict: bool = False) -> tuple[Any, list[str]]:
-    """Return the parsed body, and the names in it that are unknown or have no effect.
-
-    Args:
-        raw: JSON text.
-        model: the endpoint's model of the body.
-        strict: refuse such names.
-
-    Raises:
-        RequestRefused: 400, naming the parameter, or 413.
-    """
-    if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise RequestRefused(413, f"the request body has more than {MAX_VALUES:,} commas and opening brackets")
-    try:
-        given = from_json(raw, allow_inf_nan=False, cache_strings="keys")
-    except ValueError as error:  # pydantic's parser allows 200 levels of nesting
-        raise invalid(f"the request body is not valid JSON: {str(error)[:200]}") from None
-    if not isinstance(given, dict):
-        raise invalid("the request body must be a JSON object")
-    return validated(given, model, strict=strict)
-
-
-def validated(given: Mapping[str, Any], model: type[Body], *, strict: bool = False) -> tuple[Any, list[str]]:
-    """Return the body of these JSON values, and the names in it that are unknown or have no effect; see
-    :func:`parsed`."""
-    if len(given) > MAX_PARAMETERS:
-        raise invalid(f"the request body must have at most {MAX_PARAMETERS:,} parameters, got {len(given):,}")
-    try:
-        body = model.model_validate({name: value for name, value in given.items() if value is not None})
-    except ValidationError as error:
-        raise validation_refusal(error) from None
-    for name, value in (body.model_extra or {}).items():
-        if name in REFUSED and value not in REFUSED[name][1:]:
-            raise invalid(f"{name} is not supported: {REFUSED[name][0]}", name)
-    unknown = sorted(islice(ignored_in(body), MOST_NOTED))
-    if unknown and strict:
-        raise invalid(f"{unknown[0]} is unknown or has no effect (--strict-parameters)", unknown[0])
-    _note_ignored(unknown)
-    return body, unknown
-
-
-def ignored_in(value: Any, where: str = "") -> Iterator[str]:
-    """Yield the names in a parsed body that are unknown or have no effect, as paths: ``outer.inner``."""
-    if isinstance(value, Body):
-        for name, given in (value.model_extra or {}).items():
-            if given is not None and (where or name not in NO_EFFECT.keys() | REFUSED.keys()):
-                yield f"{where}{name}"
-        yield from (f"{where}{name}" for name in value.unused())
-        for name in value.model_fields_set & set(type(value).model_fields):
-            yield from ignored_in(getattr(value, name), f"{where}{name}.")
-    elif isinstance(value, list):
-        yield from {name for each in value if isinstance(each, Body) for name in ignored_in(each, where)}
-
-
-def _note_ignored(names: Sequence[str]) -> None:
-    """Log, in one line, names that were not logged before."""
-    new = [name for name in names if name not in _noted][: MOST_NOTED - len(_noted)]
-    if new:
-        _noted.update(new)
-        logging.warning("ignoring parameters that are unknown or have no effect: %.1000s", ", ".join(map(repr, new)))
-
-
-_noted: set[str] = set()
-
-
-# Parts of pydantic's places that are no names.
-_KINDS = ("function-", "constrained-", "list[", "dict[", "literal[", "tagged-union[")
-
-
-def validation_refusal(error: ValidationError) -> RequestRefused:
-    """Return a 400 for the first invalid parameter of a body: its name, what is allowed and what was given."""
-    faults = error.errors(include_url=False)
-    first = [each for each in faults if each["loc"][:1] == faults[0]["loc"][:1]]
-    fault = max(first, key=lambda each: len(each["loc"]))  # of a union's members, the one that fits best
-    place = [str(part) for part in fault["loc"]]
-    param = place[0] if place else None
-    named = [part for part in place if part != "str" and not part.startswith(_KINDS)]
-    where = ".".join(part for part, _ in groupby(named))  # members of a union come as TAG.FIELD, often the same word
-    if fault["type"] == "missing":
-        return invalid(f"{where} is required", param)
-    allowed = list(dict.fromkeys(_words(each) for each in first if len(each["loc"]) == len(place)))
-    return invalid(f"{where[:200]}: {' or '.join(allowed)[:300]}, got {_abbreviated(fault.get('input'))}", param)
-
-
-def _words(fault: Mapping[str, Any]) -> str:
-    return str(fault["msg"]).removeprefix("Value error, ")
-
-
-def _abbreviated(value: Any) -> str:
-    if isinstance(value, list | dict) and len(value) > 8:
-        return f"a list of {len(value)} values" if isinstance(value, list) else f"an object with {len(value)} fields"
-    text = repr(value[:80] if isinstance(value, str) else value)
-    return text if len(text) <= 100 else text[:100] + "…"

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ..agents import result_text
+from ..answer_reader import Delta
+from ..answers import Event, Head, Piece, Usage
 from ..errors import RequestRefused, invalid
 from ..request import ChatInput, ServerRequest
 from .chat import TemplateParameters, engine_options, template_kwargs
 from .fields import (
     Body,
+    Computation,
+    Endpoint,
     FlatSchemaFormat,
     ModelParameters,
     NamedFunction,
@@ -29,7 +33,6 @@ from .fields import (
     check_not_empty,
     check_stops,
 )
-from .pieces import Delta, Echo, Event, Head, Piece, Usage
 
 if TYPE_CHECKING:
     from ..texts import LoadedTexts
@@ -265,7 +268,7 @@ class MessageForm:
         self._open: str | None = None  # type of the open content block
         self._last = Piece()
 
-    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
+    def begin(self, usage: Usage) -> list[Event]:
         message = {**self._message([], None, None), "usage": self._usage(usage)}
         return [self._event("message_start", message=message)]
 
@@ -296,7 +299,7 @@ class MessageForm:
     def failed(self, refusal: RequestRefused) -> list[Event]:
         return [Event(refusal.anthropic_body(), "error")]
 
-    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         (answer,) = answers
         blocks = [_block(each) for each in answer.folded() if each.text or each.call is not None]
         if not any(block["type"] != "thinking" for block in blocks):
@@ -372,3 +375,12 @@ def _reason(answer: Piece) -> tuple[str, str | None]:
     if answer.stop is not None:
         return "stop_sequence", answer.stop
     return REASONS.get(answer.finish or "stop", "end_turn"), None
+
+
+MESSAGES = Endpoint("/v1/messages", "Messages, as in Anthropic's API", MessageBody, message_request, MessageForm)
+COUNT_TOKENS = Computation(
+    "/v1/messages/count_tokens",
+    "Number of tokens in the prompt of a message, as in Anthropic's API",
+    CountBody,
+    count_tokens,
+)

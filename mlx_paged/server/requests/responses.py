@@ -12,15 +12,18 @@ from pydantic import AfterValidator, Field
 from pydantic_core import from_json, to_json
 
 from ..agents import INPUT, CallableTool, callable_tools, function_name, ignored_of, result_text
+from ..answer_reader import Delta, Token
+from ..answers import Event, Head, Piece, Usage
 from ..errors import RequestRefused, invalid, not_found
 from ..request import ChatInput, ServerRequest
-from .chat import TemplateParameters, engine_options, template_kwargs
+from .chat import TemplateParameters, content_logprobs, engine_options, template_kwargs
 from .fields import (
     MAX_REFERENCES,
     MAX_TOOLS,
     AllowedChoice,
     AllowedTools,
     Body,
+    Endpoint,
     FlatSchemaFormat,
     ModelParameters,
     NamedFunction,
@@ -37,7 +40,6 @@ from .fields import (
     ToolParameters,
     check_not_empty,
 )
-from .pieces import Delta, Echo, Event, Head, Piece, Token, Usage, content_logprobs
 
 ITEMS = (
     *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
@@ -333,7 +335,7 @@ class ResponseForm:
         self._is_cut = False  # an item was
         self._number = -1
 
-    def begin(self, usage: Usage, echoes: Sequence[Echo] = ()) -> list[Event]:
+    def begin(self, usage: Usage) -> list[Event]:
         response = self._response("in_progress", [], None)
         return [self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress")]
 
@@ -360,7 +362,7 @@ class ResponseForm:
         said = {"code": refusal.code or refusal.kind, "message": str(refusal), "param": refusal.param}
         return [self._event("error", **said)]
 
-    def whole(self, answers: Sequence[Piece], usage: Usage, echoes: Sequence[Echo] = ()) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         (answer,) = answers
         self.piece(answer)
         self._close(is_whole=False if answer.finish == "length" else None)
@@ -480,9 +482,12 @@ def _logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
     return entries
 
 
+RESPONSES = Endpoint("/v1/responses", "Responses, as in OpenAI's API", ResponseBody, response_request, ResponseForm)
+
+
 # What is kept -------------------------------------------------------------------------------------------------------
 
-MAX_KEPT_BYTES = 64 << 20  # of JSON; earlier items of a conversation count again for each response
+MAX_KEPT_BYTES = 64 << 20  # of JSON; earlier items of a conversation are kept again for each response
 
 
 class Kept(NamedTuple):
@@ -490,15 +495,15 @@ class Kept(NamedTuple):
 
     Attributes:
         response: the response.
-        before: lists of items, which responses of one conversation share.
+        before: the items before it.
     """
 
     response: bytes
-    before: tuple[bytes, ...]
+    before: bytes
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + sum(map(len, self.before))
+        return len(self.response) + len(self.before)
 
     @property
     def output(self) -> list[dict[str, Any]]:
@@ -532,16 +537,15 @@ class KeptResponses:
         """
         if body.store and not self._max_bytes:
             raise invalid("store must not be true: this server stores no responses (--no-response-store)", "store")
-        before: tuple[bytes, ...] = ()
+        items: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             earlier = self._find(key, body.previous_response_id, "previous_response_id")
-            before = (*earlier.before, to_json(earlier.output))
+            items = [*from_json(earlier.before), *earlier.output]
         given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-        given = self._resolved(key, given)
-        body.input = [*(item for part in before for item in from_json(part)), *given]
+        body.input = items = [*items, *self._resolved(key, given)]
         if body.store is False or not self._max_bytes:
             return None
-        before = (*before, to_json(given))
+        before = to_json(items)
         return lambda response: self._keep((key, response["id"]), Kept(to_json(response), before))
 
     def get(self, key: str | None, name: str) -> bytes:

@@ -15,13 +15,11 @@ import pytest
 from pydantic import AfterValidator
 
 from mlx_paged.server import app
+from mlx_paged.server.answers import Head
 from mlx_paged.server.call_formats import TextMarks
 from mlx_paged.server.engine_thread import EngineThread
-from mlx_paged.server.request import Prompt, ServerRequest
-from mlx_paged.server.requests.endpoints import Endpoint
-from mlx_paged.server.requests.fields import ModelParameters, SamplingParameters
-from mlx_paged.server.requests.pieces import Head
-from mlx_paged.server.work import Generated, Work
+from mlx_paged.server.request import Generated, Prompt, ServerRequest, Work
+from mlx_paged.server.requests.fields import Endpoint, ModelParameters, SamplingParameters
 from tests.support.models.tiny_model import make_tools_model
 from tests.support.processes.server_process import ServerProcess
 
@@ -58,9 +56,9 @@ BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
         400,
         "at most 1024",
     ),
-    "messages": (CHAT, {"messages": USER * 90_000}, 400, "at least 90000 tokens"),
-    "more messages": (CHAT, {"messages": USER * 100_001}, 400, "at least 100001 tokens"),
-    "items": (RESPONSES, {"input": USER * 90_000}, 400, "at least 90000 tokens"),
+    "messages": (CHAT, {"messages": USER * 90_000}, 400, "tokens > 8192 maximum"),
+    "more messages": (CHAT, {"messages": USER * 100_001}, 400, "tokens > 8192 maximum"),
+    "items": (RESPONSES, {"input": USER * 90_000}, 400, "tokens > 8192 maximum"),
     "parts": (CHAT, {"messages": of_user(*[TEXT] * 90_000)}, 400, "tokens"),
     "more parts": (CHAT, {"messages": of_user(*[TEXT] * 110_000)}, 400, "tokens"),
     "content blocks": (MESSAGES, {"max_tokens": 1, "messages": of_user(*[TEXT] * 90_000)}, 400, "tokens"),
@@ -217,7 +215,7 @@ def test_nothing_of_a_body_is_done_in_the_event_loop(
             sent.append(message)
 
         scope = {"type": "http", "method": "POST", "path": "/noted", "raw_path": b"/noted", "query_string": b""}
-        scope |= {"headers": [], "state": {"log": MagicMock()}, "http_version": "1.1", "scheme": "http"}
+        scope |= {"headers": [], "state": {"log": MagicMock(), "key": None}, "http_version": "1.1", "scheme": "http"}
         await router(scope, receive, send)
 
     asyncio.run(run())
