@@ -55,25 +55,19 @@ class PrefillShape(NamedTuple):
         return 2 * (self.buffers * stage + self.query_shared * self.rows * (head_dim + _PADDING))
 
 
-# For heads up to 64, up to 128, and wider ones.
-_QUANTIZED_SHAPES = (
-    PrefillShape(4, 2, 64, 1, False, 2),
-    PrefillShape(4, 2, 64, 1, True, 2),
-    PrefillShape(4, 1, 32, 1, True, 2),
-)
+# By widest head: over pages that are not quantised, and over codes, which are staged in shared memory, so that values
+# have one buffer.
+_SHAPES = {
+    64: (PrefillShape(4, 2, 64, 2, False, 2), PrefillShape(4, 2, 64, 1, False, 2)),
+    128: (PrefillShape(4, 2, 64, 1, True, 2), PrefillShape(4, 2, 64, 1, True, 2)),
+    256: (PrefillShape(4, 1, 32, 1, False, 2), PrefillShape(4, 1, 32, 1, True, 2)),
+}
 
 
 @lru_cache(maxsize=64)
 def prefill_shape_for(head_dim: int, value_dim: int, pages: PageShape | None = None) -> PrefillShape:
     """Return the launch shape for heads of these sizes."""
-    widest = max(head_dim, value_dim)
-    if pages is not None:  # codes are staged in shared memory, so values have one buffer
-        return _QUANTIZED_SHAPES[0 if widest <= 64 else 1 if widest <= 128 else 2]
-    if widest <= 64:
-        return PrefillShape(4, 2, 64, 2, False, 2)
-    if widest <= 128:
-        return PrefillShape(4, 2, 64, 1, True, 2)
-    return PrefillShape(4, 1, 32, 1, False, 2)
+    return next(shapes[pages is not None] for most, shapes in _SHAPES.items() if max(head_dim, value_dim) <= most)
 
 
 @lru_cache(maxsize=256)
@@ -150,21 +144,6 @@ def tiles_of(counts: Sequence[int], lengths: Sequence[int], tokens: int, window:
     return tiles
 
 
-def _check_pack(tables: mx.array, counts: Sequence[int], lengths: Sequence[int], block_size: int, scale: float) -> None:
-    """Raise ValueError if a pack's block tables, new tokens and lengths do not agree, or the scale is not positive."""
-    if tables.ndim != 2 or tables.dtype != mx.int32 or not tables.shape[0]:
-        raise ValueError(f"tables must be int32 [B, n] with B at least 1, got {tables.dtype} {tables.shape}")
-    batch = tables.shape[0]
-    if not batch == len(counts) == len(lengths):
-        raise ValueError(f"tables, counts and lengths differ in number: {batch}, {len(counts)}, {len(lengths)}")
-    reach = tables.shape[1] * block_size
-    for count, length in zip(counts, lengths, strict=True):
-        if not 1 <= count <= length <= reach:
-            raise ValueError(f"{count} new tokens of a sequence of {length} do not fit a table of {reach} tokens")
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, got {scale}")
-
-
 class PrefillLaunch(NamedTuple):
     """The launch of one step's attention, prepared once and called for each layer."""
 
@@ -222,18 +201,13 @@ def prepare_prefill(
         pages: form of pools of quantised pages.
 
     Raises:
-        ValueError: shapes are not supported, or do not agree.
+        ValueError: the geometry is not supported.
         NoKernelError: no GPU, or the variant is off.
     """
     dtype, n_kv_heads, block_size, head_dim, value_dim = ops.geometry_of(k_pool, v_pool, pages)
     choices = prefill_variants_of(
         dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks, pages
     )
-    _check_pack(tables, counts, lengths, block_size, scale)
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
-    if stride < 1:
-        raise ValueError(f"stride must be at least 1, got {stride}")
     if variant is None:
         variant = choices[0] if choices else None
         if variant is None:

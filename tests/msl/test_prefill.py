@@ -124,18 +124,10 @@ def test_tiles_cover_each_token_once_and_the_longest_come_first():
     assert [tile[0] for tile in prefill.tiles_of(counts, lengths, 16, 16)][-1] == 2
 
 
-def test_inconsistent_arguments_are_refused():
+def test_geometry_without_a_kernel_is_refused():
     pack = pack_of([5, 6], [0, 3])
     with emulated():
         for change, why in [
-            ({"tables": pack.tables[:1]}, "differ in number: 1, 2, 2"),
-            ({"tables": pack.tables.astype(np.int64)}, "tables must be int32"),
-            ({"lengths": [5]}, "differ in number: 2, 2, 1"),
-            ({"counts": [5, 0]}, "0 new tokens"),
-            ({"counts": [6, 6]}, "6 new tokens of a sequence of 5"),
-            ({"lengths": [5, 900]}, "do not fit a table"),
-            ({"window": 0}, "window must be at least 1, got 0"),
-            ({"scale": 0.0}, "scale must be positive, got 0.0"),
             ({"n_q": 3}, "are not a multiple of"),
             ({"n_q": 34}, "query heads per kv head"),
             ({"k_pool": pack.k_pool[..., :40]}, "head_dim"),
