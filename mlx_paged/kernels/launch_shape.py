@@ -45,6 +45,9 @@ _LANES_OF_4_BIT_PAGES = {
     512: ((32, 4, 1), (32, 2, 1), (32, 2, 2), (32, 2, 4), (32, 2, 8)),
 }
 
+# Lanes of the same bodies on CUDA, and elements of a load of 16 bits (of 32 bits: 4; of codes: 8), by widest head.
+_CUDA_LANES = {64: (8, 8), 80: (4, 4), 96: (8, 4), 112: (16, 8), 128: (16, 8), 192: (16, 4), 256: (32, 8), 512: (32, 8)}
+
 
 def _metal_lanes(variant: Variant, widest: int) -> tuple[int, int, int]:
     """Return lanes, unroll and head_split of a variant on Metal; ``widest``: elements of keys or values, whichever are
@@ -66,16 +69,14 @@ MAX_QUERY_LENGTH = 8
 # twice the length, and so on. Only what the row sees decides this, so its bits do not depend on the rest of its batch.
 PARTITION = 128
 SPAN = 16
-# On Metal, tokens of the smallest partition by KV heads of the model (at least), on GPUs of up to 20 cores, up to 32, and
-# more; and the most tokens of a row with only one partition, counted from the start of its first. A context of 512
+# On Metal, tokens of the smallest partition by KV heads of the model (at least), on GPUs of up to 20 cores, up to 32,
+# and more; and the most tokens of a row with only one partition, counted from the start of its first. A context of 512
 # tokens is to give each core work; merging several partitions takes another launch in each layer (docs/adr/0018).
 _METAL_PARTITIONS = {8: ((128, 64, 32), 256), 4: ((64, 32, 32), 256), 1: ((32, 32, 32), 64)}
 MOST_GROUPS = 8
 # A row's first partition begins at a multiple of this, or of the smallest partition if that is shorter. Every chunk
 # size divides both.
 ALIGNMENT = 64
-# Apple GPUs abort the process above this, so it is checked here.
-MAX_THREADGROUP_BYTES = 32 * 1024
 # A wider head does not fit the registers of the tensor-core body.
 MAX_TENSOR_HEAD_DIM = 256
 # Bodies for tensor cores that merge their partial results themselves.
@@ -171,11 +172,6 @@ class LaunchShape(NamedTuple):
         """Alignment in tokens of a row's first partition, which begins fewer than this before the first visible one."""
         return min(ALIGNMENT, self.partition)
 
-    def threadgroup_bytes(self, gqa: int, value_dim: int) -> int:
-        """Return the threadgroup memory of one group, in bytes."""
-        heads = -(-gqa // self.head_split)
-        return 4 * self.simdgroups * (2 * heads + self.head_round * value_dim)
-
     def shared_bytes(self, head_dim: int, value_dim: int) -> int:
         """Return the shared memory, in bytes, that a group of shared_decode_tensor needs for tokens of common blocks; 0
         for other bodies. Rows are padded so that lanes load from different banks."""
@@ -205,26 +201,9 @@ def partition_for(variant: Variant, cores: int | None) -> tuple[int, int]:
     return by_cores[0 if cores is None else (cores > 20) + (cores > 32)], first
 
 
-def _cuda_lanes(head_dim: int, widths: tuple[int, ...]) -> tuple[int, int]:
-    """Return the (vec, lanes) that waste the fewest lanes at about 8 elements per lane, with loads of these widths."""
-    best: tuple[float, int, int] | None = None
-    for vec in widths:
-        for lanes in (4, 8, 16, 32):
-            per_lane = -(-head_dim // (vec * lanes)) * vec
-            cost = lanes * per_lane / head_dim + 0.02 * abs(per_lane - 8) + 0.05 * (vec != widths[0])
-            if best is None or cost < best[0]:
-                best = (cost, vec, lanes)
-    assert best is not None
-    return best[1], best[2]
-
-
 @lru_cache(maxsize=256)
 def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
-    """Return the launch shape of a variant on a GPU with ``cores`` (see partition_for).
-
-    Raises:
-        ValueError: its threadgroup memory would exceed the limit.
-    """
+    """Return the launch shape of a variant on a GPU with ``cores`` (see partition_for)."""
     widest = max(variant.head_dim, variant.value_dim)
     if variant.body == SHARED_CODES_BODY:
         heads = SHARED_HEADS_OF_CODES[(widest > 64) + (widest > 128)]
@@ -255,9 +234,11 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
         lanes, unroll, head_split = _metal_lanes(variant, widest)
         heads = -(-variant.gqa // head_split)
     else:
-        # Elements per load, the best first.
-        widths = (PACKED_VEC,) if variant.pages is not None else (8, 4) if variant.dtype.size == 2 else (4,)
-        vec, lanes = _cuda_lanes(widest, widths)
+        lanes, vec = _CUDA_LANES[widest]
+        if variant.pages is not None:
+            vec, lanes = PACKED_VEC, lanes if vec == PACKED_VEC else lanes // 2
+        elif variant.dtype.size == 4:
+            vec = VEC
         per_lane = -(-widest // (vec * lanes)) * vec
         head_split = next((n for n in (1, 2) if -(-variant.gqa // n) * per_lane <= _MAX_LANE_FLOATS), 4)
         heads = -(-variant.gqa // head_split)
@@ -265,10 +246,7 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
     simdgroups = max(4, head_split)
     head_round = max(1, min(heads, _COMBINE_FLOATS // (simdgroups * variant.value_dim)))
     partition, first = partition_for(variant, cores)
-    launch_shape = LaunchShape(vec, lanes, unroll, head_split, head_round, simdgroups, partition, first=first)
-    if launch_shape.threadgroup_bytes(variant.gqa, variant.value_dim) > MAX_THREADGROUP_BYTES:
-        raise ValueError(f"{variant} needs more than {MAX_THREADGROUP_BYTES} bytes of threadgroup memory")
-    return launch_shape
+    return LaunchShape(vec, lanes, unroll, head_split, head_round, simdgroups, partition, first=first)
 
 
 def matrix_keys(variant: Variant) -> int:

@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_THREADGROUP_BYTES, Variant, shape_for
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, Variant, shape_for
 from mlx_paged.kernels.ops import variants_of
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl.emulator import EmuError
-from tests.support.msl.harness import KINDS, TOLERANCE, emulated, launch
+from tests.support.msl.harness import KINDS, MAX_THREADGROUP_BYTES, TOLERANCE, emulated, launch, threadgroup_bytes
 from tests.support.msl.harness import check_decode as check
 from tests.support.msl.harness import decode_case as case_of
 
@@ -275,7 +275,7 @@ def test_threadgroup_memory_is_bounded():
         pages = bits and page_shape(head_dim, bits, 32, dtype)
         for backend in ("metal", "cuda"):
             shape = shape_for(Variant(body, backend, dtype, head_dim, head_dim, gqa, 32, pages=pages))
-            assert shape.threadgroup_bytes(gqa, head_dim) <= MAX_THREADGROUP_BYTES
+            assert threadgroup_bytes(shape, gqa, head_dim) <= MAX_THREADGROUP_BYTES
             assert not bits or shape.vec == 8
 
 

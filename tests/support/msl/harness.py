@@ -308,6 +308,14 @@ class Case:
         return to_float(out), fence
 
 
+MAX_THREADGROUP_BYTES = 32 * 1024  # Apple GPUs abort the process above this
+
+
+def threadgroup_bytes(shape, gqa, value_dim):
+    """Return the threadgroup memory of a group of a body by lanes, in bytes."""
+    return 4 * shape.simdgroups * (2 * -(-gqa // shape.head_split) + shape.head_round * value_dim)
+
+
 DECODE_BODIES = {  # over dense and over quantised pages
     "portable": ("paged_decode", "quantized_decode"),
     "matrix": MATRIX_BODIES,
