@@ -169,6 +169,15 @@ def test_rows_that_see_nothing_are_zero(sinks, kind, bits):
         assert not check(case, kind, orders=(0, 2))[0].any()
 
 
+@pytest.mark.parametrize("kind", ["portable", "matrix"])
+def test_padded_ends_and_starts_add_no_rows(kind):
+    case = case_of([300, 20], DENSE, kind)
+    expected = check(case, kind, orders=(0,))
+    case.ends, case.starts = (np.concatenate([x, np.zeros((6, 1), np.int32)]) for x in (case.ends, case.starts))
+    out, _ = launch(case, kind, orders=(0,), shape={"first": 0})
+    np.testing.assert_array_equal(out, expected)
+
+
 @pytest.mark.parametrize("bits", quick([DENSE, PAGES], PAGES))
 def test_partition_tiers(bits):
     # Partitions of 64, 128 and 256 tokens in one launch, misaligned starts.

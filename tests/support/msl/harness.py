@@ -88,8 +88,8 @@ class Emulated:
             _check_mutation(old, header + source)
             header, source = header.replace(old, new), source.replace(old, new)
         inputs, outputs = list(BODIES[body].inputs), list(BODIES[body].outputs)
-        is_strided = BODIES[body].strided
-        return emulator.metal_kernel(body, inputs, outputs, source, header, ensure_row_contiguous=not is_strided)
+        is_contiguous = "_strides[" not in source
+        return emulator.metal_kernel(body, inputs, outputs, source, header, ensure_row_contiguous=is_contiguous)
 
 
 @contextmanager
