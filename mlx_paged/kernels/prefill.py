@@ -64,10 +64,10 @@ _SHAPES = {
 }
 
 
-@lru_cache(maxsize=64)
-def prefill_shape_for(head_dim: int, value_dim: int, pages: PageShape | None = None) -> PrefillShape:
-    """Return the launch shape for heads of these sizes."""
-    return next(shapes[pages is not None] for most, shapes in _SHAPES.items() if max(head_dim, value_dim) <= most)
+def shape_of(variant: Variant) -> PrefillShape:
+    """Return the launch shape of a variant."""
+    widest = max(variant.head_dim, variant.value_dim)
+    return next(shapes[variant.pages is not None] for most, shapes in _SHAPES.items() if widest <= most)
 
 
 @lru_cache(maxsize=256)
@@ -91,11 +91,10 @@ def prefill_variants_of(
     why = unsupported_prefill(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
         raise ValueError(why or f"{n_q_heads} query heads are not a multiple of {n_kv_heads} KV heads")
-    shared = prefill_shape_for(head_dim, value_dim, pages).shared_bytes(head_dim, value_dim)
-    if backend() != "cuda" or not cuda_limits().groups_together(shared):
-        return ()
     body = BODY if pages is None else QUANTIZED_BODY
-    return (Variant(body, "cuda", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages),)
+    variant = Variant(body, "cuda", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages)
+    shared = shape_of(variant).shared_bytes(head_dim, value_dim)
+    return (variant,) if backend() == "cuda" and cuda_limits().groups_together(shared) else ()
 
 
 def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:
@@ -105,11 +104,6 @@ def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int
     if max(head_dim, value_dim) > MAX_TENSOR_HEAD_DIM:
         return f"head_dim {head_dim}/{value_dim} is more than {MAX_TENSOR_HEAD_DIM}"
     return unsupported(dtype, head_dim, value_dim, gqa, block_size)
-
-
-def shape_of(variant: Variant) -> PrefillShape:
-    """Return the launch shape of a variant."""
-    return prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
 
 
 def prefill_constants_of(variant: Variant, launch_shape: PrefillShape) -> Constants:

@@ -25,7 +25,7 @@ from mlx_paged.kernels.prefill import (
     BODY,
     QUANTIZED_BODY,
     prefill_constants_of,
-    prefill_shape_for,
+    shape_of,
 )
 from scripts.support.paged_decode import write_slots
 from tests.support.cases import quick
@@ -80,13 +80,9 @@ def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMLX]:
     build_kernel.cache_clear()
 
 
-PREFILL = (BODY, prefill_constants_of(TENSOR._replace(body=BODY), prefill_shape_for(128, 128)))
-QUANTIZED_PREFILL = (
-    QUANTIZED_BODY,
-    prefill_constants_of(
-        QUANTIZED._replace(body=QUANTIZED_BODY),
-        prefill_shape_for(QUANTIZED.head_dim, QUANTIZED.value_dim, QUANTIZED.pages),
-    ),
+PREFILL, QUANTIZED_PREFILL = (
+    (variant.body, prefill_constants_of(variant, shape_of(variant)))
+    for variant in (TENSOR._replace(body=BODY), QUANTIZED._replace(body=QUANTIZED_BODY))
 )
 
 

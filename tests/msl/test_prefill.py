@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import ops, prefill
-from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_GQA, MAX_TENSOR_HEAD_DIM
-from mlx_paged.kernels.prefill import PrefillShape, prefill_shape_for
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_GQA, MAX_TENSOR_HEAD_DIM, Variant
+from mlx_paged.kernels.prefill import BODY, PrefillShape, shape_of
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import emulator
@@ -160,7 +160,7 @@ def test_shared_memory_holds_thread_groups():
         if bits and (head_dim % 64 or value_dim % 64):
             continue
         pages = bits and page_shape(head_dim, (bits, bits), 64, mx.bfloat16, value_dim)
-        cut = prefill_shape_for(head_dim, value_dim, pages)
+        cut = shape_of(Variant(BODY, "cuda", mx.bfloat16, head_dim, value_dim, 4, 32, pages=pages))
         staged = -(-cut.keys * max(head_dim, value_dim) * bits // 128 // (32 * cut.simdgroups)) if bits else 0
         size = cut.shared_bytes(head_dim, value_dim) + staged * 32 * cut.simdgroups * 24
         assert size <= 99 << 10, "one group must fit where there is least (a 4090)"

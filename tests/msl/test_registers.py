@@ -18,7 +18,7 @@ from mlx_paged.kernels.launch_shape import (
     shape_for,
 )
 from mlx_paged.kernels.ops import variants_of
-from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
+from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, shape_of
 from tests.support.cases import quick
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import registers
@@ -46,7 +46,7 @@ def registers_of(
         return registers.registers_of(body, (*constants, ("SINGLE", single), ("O", dtype if single else mx.float32)))
     variant = variant._replace(**options)
     if body in PREFILL:
-        constants = prefill_constants_of(variant, prefill_shape_for(head_dim, head_dim, pages))
+        constants = prefill_constants_of(variant, shape_of(variant))
     else:
         constants = (*decode_constants_of(variant, shape_for(variant)), ("GROUPS", shape_for(variant).groups))
     return registers.registers_of(body, constants, None, "sm_90")
