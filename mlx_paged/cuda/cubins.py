@@ -220,15 +220,15 @@ class Cubins:
 
 @lru_cache(maxsize=1)
 def cubins() -> Cubins | None:
-    """Return the machine code for MLX's GPU; None if no NVRTC can be loaded."""
-    compiler = nvrtc()
-    if compiler is None:
+    """Return the machine code for MLX's GPU; None if no NVRTC can be loaded, or MLX does not know the architecture."""
+    compiler, architecture = nvrtc(), str(mx.device_info().get("architecture"))
+    if compiler is None or not architecture.startswith("sm_"):
         return None
     try:
         folder = CubinFolder(folder_path())
     except (OSError, RuntimeError):  # no home directory, or no permission to write to it
         folder = None
-    made = Cubins(compiler, str(mx.device_info()["architecture"]), folder)
+    made = Cubins(compiler, architecture, folder)
     made.loads = _passes_test(made)  # another MLX or C++ library may look kernels up in another way
     return made
 

@@ -244,8 +244,14 @@ def test_short_names_are_off_where_they_cannot_be_launched(
     assert made is not None and not made.loads
 
 
-def test_without_a_compiler_there_is_no_machine_code(on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cubins_module, "nvrtc", lambda: None)
+@pytest.mark.parametrize("trouble", ["compiler", "architecture"])
+def test_without_a_compiler_or_a_known_gpu_there_is_no_machine_code(
+    on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    if trouble == "compiler":
+        monkeypatch.setattr(cubins_module, "nvrtc", lambda: None)
+    else:
+        monkeypatch.setattr(mx, "device_info", lambda: {})
     assert cubins() is None
 
 
