@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -108,15 +107,6 @@ _TEST_KERNEL = Source(
 )
 
 
-class Compiler(Protocol):
-    """A compiler of texts to machine code, callable from any thread."""
-
-    version: str
-
-    def compile(self, text: str, architecture: str) -> bytes:
-        """Return machine code. Raises RuntimeError for a text that does not compile."""
-
-
 class CubinFolder:
     """A folder of machine code, private to its owner (modes 0700 and 0600). A file is written under another name and
     renamed, and begins with a hash of the rest: a torn or altered file is not used, and is written again. Files that
@@ -178,7 +168,7 @@ class Cubins:
         loads: kernels are launched by the names that :func:`.launch.load` gives, not by their machine code.
     """
 
-    def __init__(self, compiler: Compiler, architecture: str, folder: CubinFolder | None) -> None:
+    def __init__(self, compiler: Nvrtc, architecture: str, folder: CubinFolder | None) -> None:
         self.folder = folder
         self.version = compiler.version
         self.loads = True
@@ -199,11 +189,7 @@ class Cubins:
             future.set_result(kept)
         else:
             # Not a daemon: a process that ends waits for the thread, and does not unload the compiler while it runs.
-            thread = threading.Thread(target=self._make, args=(source.text, key, future), name="mlx_paged compiles")
-            try:
-                thread.start()
-            except RuntimeError:  # no thread can start, or the process is ending
-                self._make(source.text, key, future)
+            threading.Thread(target=self._make, args=(source.text, key, future), name="mlx_paged compiles").start()
         return future
 
     def kernel(self, source: Source, type_of: dict[mx.Dtype, str]) -> CompiledKernel:
@@ -234,15 +220,15 @@ class Cubins:
 
 @lru_cache(maxsize=1)
 def cubins() -> Cubins | None:
-    """Return the machine code for MLX's GPU; None if no NVRTC can be loaded."""
-    compiler = nvrtc()
-    if compiler is None:
+    """Return the machine code for MLX's GPU; None if no NVRTC can be loaded, or MLX does not know the architecture."""
+    compiler, architecture = nvrtc(), str(mx.device_info().get("architecture"))
+    if compiler is None or not architecture.startswith("sm_"):
         return None
     try:
         folder = CubinFolder(folder_path())
     except (OSError, RuntimeError):  # no home directory, or no permission to write to it
         folder = None
-    made = Cubins(compiler, str(mx.device_info()["architecture"]), folder)
+    made = Cubins(compiler, architecture, folder)
     made.loads = _passes_test(made)  # another MLX or C++ library may look kernels up in another way
     return made
 

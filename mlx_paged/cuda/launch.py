@@ -19,6 +19,7 @@ _STRIDES = {
     "v": "int64_t(k_pool_1) * k_2 * {DV}, {DV}, int64_t(k_pool_1) * {DV}, 1",
 }
 _TOKENS_FIRST = ("v",)
+_AS_ROWS = "x"  # an input of any number of dimensions whose text reads the sizes [rows, last dimension]
 
 
 class Source(NamedTuple):
@@ -32,6 +33,7 @@ class Source(NamedTuple):
         num_outputs: number of outputs; the kernel returns at once if the first is a null pointer.
         tokens_first: inputs [batch, heads, length, dim] that it reads as [batch, length, heads, dim].
         shared: bytes of shared memory that a launch asks for.
+        has_rows: whether it reads the sizes of its first input as [rows, last dimension].
     """
 
     name: str
@@ -41,6 +43,7 @@ class Source(NamedTuple):
     num_outputs: int
     tokens_first: tuple[int, ...]
     shared: int = 0
+    has_rows: bool = False
 
 
 def source_of(body: str, header: str, source: str, constants: Mapping[str, Any], type_of: Mapping[Any, str]) -> Source:
@@ -64,7 +67,7 @@ def source_of(body: str, header: str, source: str, constants: Mapping[str, Any],
     axes, declared = [], []
     strided = [name for name in inputs if f"{name}_strides[" in source]
     for i, name in enumerate(inputs):
-        own = _axes_read(name, source, constants)
+        own = tuple(sorted({int(axis) for axis in re.findall(rf"\b{name}_shape\[(\d)\]", source)}))
         if own:
             axes.append((i, own))
             parameters += [f"int {name}_{axis}" for axis in own]
@@ -80,14 +83,9 @@ def source_of(body: str, header: str, source: str, constants: Mapping[str, Any],
     after = "\n".join([*start, *declared, source]) + "}\n}\n"
     name = f"{body}_{hashlib.sha256((before + after).encode()).hexdigest()[:32]}"
     swapped = tuple(i for i, each in enumerate(inputs) if each in _TOKENS_FIRST and each in strided)
-    types = tuple(kind(each) for each in inputs)
-    return Source(name, before + name + after, types, tuple(axes), len(outputs), swapped, constants.get("SHARED", 0))
-
-
-def _axes_read(name: str, source: str, constants: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the axes of an input whose sizes a text reads; all XD of them if it reads them in a loop."""
-    read = set(re.findall(rf"\b{name}_shape\[(\w+)\]", source))
-    return tuple(sorted(map(int, read))) if all(map(str.isdigit, read)) else tuple(range(constants["XD"]))
+    types, shared = tuple(kind(each) for each in inputs), constants.get("SHARED", 0)
+    has_rows = inputs[0] == _AS_ROWS
+    return Source(name, before + name + after, types, tuple(axes), len(outputs), swapped, shared, has_rows)
 
 
 # libstdc++'s std::hash of a string is MurmurHash64A with this seed; each of its steps can be inverted for an input of
@@ -179,7 +177,7 @@ class CompiledKernel:
     def prepared(self, **options: Any) -> Callable[[list[mx.array]], list[mx.array]]:
         """Return a function of the inputs alone, with these keyword arguments. Inputs must have the same shapes at each
         call: what depends on the shapes is computed once."""
-        name, _, types, axes, _, tokens_first, shared = self.source
+        name, _, types, axes, _, tokens_first, shared, has_rows = self.source
         options = {
             **{"name": name, "compiled_source": self._code, "shared_memory": shared, "ensure_row_contiguous": True},
             **options,
@@ -196,6 +194,8 @@ class CompiledKernel:
                         raise ValueError(f"inputs of {name} must have types {types}, got {given}")
                     self._is_checked = True
                 shapes = [inputs[i].shape for i, _ in axes]
+                if has_rows and axes[0][0] == 0:
+                    shapes[0] = inputs[0].size // shapes[0][-1], shapes[0][-1]
                 options["scalars"] = [shape[axis] for shape, (_, own) in zip(shapes, axes, strict=True) for axis in own]
                 swapped.extend(i for i in tokens_first if inputs[i].shape[2] > 1)
                 is_known = True

@@ -86,7 +86,6 @@ TILES = SMALL, LARGE = 16, 32  # rows of the part of the result that a thread gr
 _COLUMNS = 16
 _SIMDGROUPS = 8
 _VECTOR = 8  # values per load
-USUAL_DIMS = 3  # number of dimensions of x in most models
 
 Matrix = mx.array | PackedWeight  # [width, depth]
 
@@ -151,7 +150,7 @@ def _covers(body: str, x: mx.array, weights: Sequence[Matrix]) -> bool:
         and all(len(w.shape) == 2 and w.shape[1] == depth and w.dtype == x.dtype for w in weights)
         and len({_form_of(w) for w in weights}) == 1
         and all(w.shape[0] * depth <= (MAX_PACKED_SIZE if bits else MAX_SIZE) for w in weights)
-        and passes_check(body, x.dtype, _tile_of(x), x.ndim, bits)
+        and passes_check(body, x.dtype, _tile_of(x), bits)
     )
 
 
@@ -172,13 +171,11 @@ def _body_of(weights: Sequence[Matrix], bias: mx.array | None) -> str:
     return GROUPED if len(weights) > 1 else PLAIN if bias is None else BIASED
 
 
-def kernel_key(body: str, dtype: mx.Dtype, tile: int, num_dims: int, bits: int = 0) -> KernelText:
-    """Return the key of the kernel for an x of ``num_dims`` dimensions, and matrices of ``bits`` per value (0: not
-    quantised)."""
+def kernel_key(body: str, dtype: mx.Dtype, tile: int, bits: int = 0) -> KernelText:
+    """Return the key of the kernel for matrices of ``bits`` per value (0: not quantised)."""
     matrices = 2 if body == GATED else 1  # matrices that a column is computed from
     constants = (
         ("T", dtype),
-        ("XD", num_dims),
         ("MT", tile // 8),
         ("COLUMNS", _COLUMNS),
         ("MATRICES", matrices),
@@ -202,7 +199,7 @@ def launch(
     shapes: Sequence[tuple[int, ...]],
 ) -> list[mx.array]:
     """Launch a kernel. Returns an array of each of ``shapes``."""
-    key = kernel_key(body, x.dtype, tile, x.ndim, _bits_of(weights))
+    key = kernel_key(body, x.dtype, tile, _bits_of(weights))
     threads = 32 * _SIMDGROUPS
     tiles = sum(-(-w.shape[0] // _COLUMNS) for w in weights[: len(shapes)])
     outputs = list(shapes)
@@ -223,86 +220,50 @@ def launch(
     )[: len(shapes)]
 
 
-def _keys_to_compile(body: str, dtype: mx.Dtype, tile: int, num_dims: int, bits: int) -> list[KernelText]:
-    """Return the keys of the kernels to compile at the first use of one: its own, and those likely to follow. Rows that
-    join, and drafts of a few rows, use the larger tile; a model that needs one body mostly needs all."""
-    forms = [(body, tile), (body, LARGE)]
-    if num_dims == USUAL_DIMS:
-        forms += [(each, tile) for each in BODIES]
-    return [kernel_key(each, dtype, own, num_dims, bits) for each, own in dict.fromkeys(forms)]
-
-
 @lru_cache(maxsize=256)
-def passes_check(body: str, dtype: mx.Dtype, tile: int, num_dims: int, bits: int) -> bool:
-    """Return whether the kernel can be used on this machine for an x of ``num_dims`` dimensions and matrices of
-    ``bits``; each pair is another text. Warns once if the kernel fails its self-check or does not compile."""
+def passes_check(body: str, dtype: mx.Dtype, tile: int, bits: int) -> bool:
+    """Return whether the kernel can be used on this machine for matrices of ``bits``. Warns once if the kernel fails
+    its self-check or does not compile."""
     if dtype not in DTYPES or not is_available():
         return False
-    compile_ahead((key.body, key.constants) for key in _keys_to_compile(body, dtype, tile, num_dims, bits))
-    kernel = f"{kernel_key(body, dtype, tile, num_dims, bits).body} ({dtype}, {tile} rows)"
-    return check_and_warn(kernel, lambda: self_check(body, dtype, tile, bits, num_dims))
+    # Those likely to follow, too: rows that join, and drafts of a few rows, use the larger tile; a model that needs one
+    # body mostly needs all.
+    compile_ahead(kernel_key(each, dtype, own, bits) for each, own in ((body, LARGE), *((b, tile) for b in BODIES)))
+    kernel = f"{kernel_key(body, dtype, tile, bits).body} ({dtype}, {tile} rows)"
+    return check_and_warn(kernel, lambda: self_check(body, dtype, tile, bits))
 
 
-def self_check(body: str, dtype: mx.Dtype, tile: int, bits: int = 0, num_dims: int = USUAL_DIMS) -> CheckResult:
-    """Compare the kernel with float32 products of the same factors, with edges in every dimension, for an x of
-    ``num_dims`` dimensions.
+def self_check(body: str, dtype: mx.Dtype, tile: int, bits: int = 0) -> CheckResult:
+    """Compare the kernel with float32 products of the same factors, with edges in every dimension.
 
     Fails on a compile error or an RMS difference of at least 5e-3 (results are about 1). Never raises for a failing
     kernel.
     """
-    sizes = ((1, 40, 32), (tile + 5, 200, 2176), (3, 40, 384)) if bits else ((1, 40, 8), (tile + 5, 200, 2200))
-    # For quantised matrices, each size has another group size.
-    checks = [(*size, bits, group_size, num_dims) for size, group_size in zip(sizes, GROUP_SIZES, strict=False)]
-    return outcome_of(lambda: max(_difference(body, dtype, tile, *check) for check in checks))
+    return outcome_of(lambda: _difference(body, dtype, tile, bits))
 
 
-def _packed(weight: mx.array, bits: int, group_size: int) -> Matrix:
-    """Return the matrix, quantised if bits are given."""
-    return PackedWeight(*mx.quantize(weight, group_size, bits), bits) if bits else weight
-
-
-def _difference(
-    body: str,
-    dtype: mx.Dtype,
-    tile: int,
-    num_rows: int,
-    width: int,
-    depth: int,
-    bits: int,
-    group_size: int,
-    num_dims: int,
-) -> float:
-    """Return the RMS of the kernel's error; results are about 1."""
-    num_rows = num_rows if num_dims > 1 else 1
+def _difference(body: str, dtype: mx.Dtype, tile: int, bits: int) -> float:
+    """Return the RMS of the kernel's error."""
+    num_rows, width, depth = tile + 5, 200, 2176 if bits else 2200
     # Keys are not split and indexed: MLX would have to compile kernels for that on CUDA.
-    keys = [mx.random.key(num_rows + 1000 * i) for i in range(2 + MAX_MATRICES)]
+    keys = [mx.random.key(i) for i in range(2 + MAX_MATRICES)]
     x = mx.random.normal((num_rows, 1, depth), key=keys[0]).astype(dtype)
     bias = mx.random.normal((width,), key=keys[1]).astype(dtype) if body == BIASED else None
-    widths = [width + (0 if body == GATED else 9 * i) for i in range(MAX_MATRICES)]
-    matrices = [
-        (mx.random.normal((n, depth), key=key) * depth**-0.5).astype(dtype)
-        for n, key in zip(widths, keys[2:], strict=True)
-    ]
-    packed = [_packed(w, bits, group_size) for w in matrices]
-    if bits:
-        matrices = [w.values().astype(dtype) for w in packed if isinstance(w, PackedWeight)]
-    counts = {GROUPED: (3, 2), GATED: (2,)}.get(body, (1,))
-    errors = []
-    for count in counts:
-        weights = packed[:count]
+    weights: list[Matrix] = []
+    expected = []
+    for number in range({GROUPED: 3, GATED: 2}.get(body, 1)):
+        wide = width + (0 if body == GATED else 9 * number)
+        w = (mx.random.normal((wide, depth), key=keys[2 + number]) * depth**-0.5).astype(dtype)
+        packed = PackedWeight(*mx.quantize(w, GROUP_SIZES[1], bits), bits) if bits else None
+        weights.append(packed or w)
+        w = w if packed is None else packed.values().astype(dtype)
         # Sums, as products of matrices may use TF32.
-        expected = [(x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None] for w in matrices[:count]]
-        if body == GATED:
-            gate, up = (y.astype(dtype).astype(mx.float32) for y in expected)
-            expected = [gate * mx.sigmoid(gate) * up]
-        elif bias is not None:
-            expected = [expected[0] + bias]
-        shapes = [want.shape for want in expected]
-        for got, want in zip(launch(body, _shaped(x, num_dims), weights, bias, tile, shapes), expected, strict=True):
-            errors.append(mx.square(got.astype(mx.float32) - want).mean())
-    return worst_rms(errors)
-
-
-def _shaped(x: mx.array, num_dims: int) -> mx.array:
-    """Return x ``[rows, 1, depth]`` with ``num_dims`` dimensions, the first of which are its rows."""
-    return x.reshape(-1) if num_dims == 1 else x.reshape(len(x), *[1] * (num_dims - 2), -1)
+        expected.append((x.astype(mx.float32) * w.astype(mx.float32)).sum(-1)[:, None])
+    if body == GATED:
+        gate, up = (y.astype(dtype).astype(mx.float32) for y in expected)
+        expected = [gate * mx.sigmoid(gate) * up]
+    elif bias is not None:
+        expected = [expected[0] + bias]
+    results = launch(body, x, weights, bias, tile, [want.shape for want in expected])
+    pairs = zip(results, expected, strict=True)
+    return worst_rms([mx.square(got.astype(mx.float32) - want).mean() for got, want in pairs])

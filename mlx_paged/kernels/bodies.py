@@ -23,14 +23,12 @@ class Body(NamedTuple):
         file: its text, in kernels/text/ (.metal, for both GPUs unless it uses Metal's matrices) or cuda/text/ (.cuh).
         inputs, outputs: names, in order; :meth:`type_of` tells their types.
         variants: names that are true in the ``#if`` of the file and of the prelude.
-        strided: inputs may be strided.
     """
 
     file: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     variants: tuple[str, ...] = ()
-    strided: bool = False
 
     @property
     def cuda_only(self) -> bool:
@@ -99,8 +97,7 @@ def _prefill(variant: str) -> Body:
 
 
 def _write(variant: str) -> Body:
-    inputs = (*_POOL, "k", "v", "slots")
-    return Body("write.metal", inputs, ("fence_out",), (variant,), strided=variant != "ROWS")
+    return Body("write.metal", (*_POOL, "k", "v", "slots"), ("fence_out",), (variant,))
 
 
 def _gather(variant: str) -> Body:

@@ -98,7 +98,7 @@ def build_kernel(body: str, constants: Constants) -> Callable[..., list[mx.array
         output_names=list(record.outputs),
         source=source,
         header=header,
-        ensure_row_contiguous=not record.strided,
+        ensure_row_contiguous="_strides[" not in source,
     )
     return made
 

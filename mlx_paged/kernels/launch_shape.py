@@ -45,6 +45,9 @@ _LANES_OF_4_BIT_PAGES = {
     512: ((32, 4, 1), (32, 2, 1), (32, 2, 2), (32, 2, 4), (32, 2, 8)),
 }
 
+# Lanes of the same bodies on CUDA, and elements of a load of 16 bits (of 32 bits: 4; of codes: 8), by widest head.
+_CUDA_LANES = {64: (8, 8), 80: (4, 4), 96: (8, 4), 112: (16, 8), 128: (16, 8), 192: (16, 4), 256: (32, 8), 512: (32, 8)}
+
 
 def _metal_lanes(variant: Variant, widest: int) -> tuple[int, int, int]:
     """Return lanes, unroll and head_split of a variant on Metal; ``widest``: elements of keys or values, whichever are
@@ -66,20 +69,14 @@ MAX_QUERY_LENGTH = 8
 # twice the length, and so on. Only what the row sees decides this, so its bits do not depend on the rest of its batch.
 PARTITION = 128
 SPAN = 16
-# GPUs with more cores have smaller partitions, so that a context of 512 tokens and 8 KV heads gives each core work. On
-# Metal fewer KV heads, which are fewer thread groups per partition, have smaller ones still (docs/adr/0018).
-CORES_OF_PARTITION = ((20, 128), (32, 64))  # (most cores, tokens); beyond, SMALLEST_PARTITION
-SMALLEST_PARTITION = 32
+# On Metal, tokens of the smallest partition by KV heads of the model (at least), on GPUs of up to 20 cores, up to 32,
+# and more; and the most tokens of a row with only one partition, counted from the start of its first. A context of 512
+# tokens is to give each core work; merging several partitions takes another launch in each layer (docs/adr/0018).
+_METAL_PARTITIONS = {8: ((128, 64, 32), 256), 4: ((64, 32, 32), 256), 1: ((32, 32, 32), 64)}
 MOST_GROUPS = 8
-# On Metal a row that ends at most this many tokens after the start of its first partition has only that partition:
-# merging several would need another launch in each layer (docs/adr/0018). With fewer KV heads than 4 that launch costs
-# less than one or two thread groups that read all tokens.
-FIRST_PARTITION, FIRST_PARTITION_OF_FEW = 256, 64
 # A row's first partition begins at a multiple of this, or of the smallest partition if that is shorter. Every chunk
 # size divides both.
 ALIGNMENT = 64
-# Apple GPUs abort the process above this, so it is checked here.
-MAX_THREADGROUP_BYTES = 32 * 1024
 # A wider head does not fit the registers of the tensor-core body.
 MAX_TENSOR_HEAD_DIM = 256
 # Bodies for tensor cores that merge their partial results themselves.
@@ -131,7 +128,7 @@ class Variant(NamedTuple):
     softcap: bool = False
     sinks: bool = False
     pages: PageShape | None = None  # None: not quantised
-    groups: int = MOST_GROUPS  # thread groups per row and partition on Metal, see groups_of
+    groups: int = MOST_GROUPS  # thread groups per row and partition on Metal, at least: 8, 4 or 1
 
     @property
     def constants(self) -> tuple[tuple[str, Any], ...]:
@@ -175,11 +172,6 @@ class LaunchShape(NamedTuple):
         """Alignment in tokens of a row's first partition, which begins fewer than this before the first visible one."""
         return min(ALIGNMENT, self.partition)
 
-    def threadgroup_bytes(self, gqa: int, value_dim: int) -> int:
-        """Return the threadgroup memory of one group, in bytes."""
-        heads = -(-gqa // self.head_split)
-        return 4 * self.simdgroups * (2 * heads + self.head_round * value_dim)
-
     def shared_bytes(self, head_dim: int, value_dim: int) -> int:
         """Return the shared memory, in bytes, that a group of shared_decode_tensor needs for tokens of common blocks; 0
         for other bodies. Rows are padded so that lanes load from different banks."""
@@ -196,47 +188,22 @@ class LaunchShape(NamedTuple):
 
 
 def groups_of(count: int, dialect: str) -> int:
-    """Return a variant's ``groups`` for ``count`` thread groups per row and partition: on Metal the power of two below,
-    at most :data:`MOST_GROUPS`."""
-    return MOST_GROUPS if dialect == "cuda" else min(MOST_GROUPS, 1 << count.bit_length() - 1)
+    """Return a variant's ``groups`` for ``count`` thread groups per row and partition."""
+    return MOST_GROUPS if dialect == "cuda" else next(least for least in _METAL_PARTITIONS if count >= least)
 
 
-def partition_for(cores: int | None, groups: int = MOST_GROUPS) -> int:
-    """Return the tokens of the smallest partition on a GPU with ``cores`` (None: unknown, or not an Apple GPU), for a
-    variant with ``groups``."""
-    tokens = PARTITION
-    if cores is not None:
-        tokens = next((tokens for most, tokens in CORES_OF_PARTITION if cores <= most), SMALLEST_PARTITION)
-    return max(SMALLEST_PARTITION, tokens * groups // MOST_GROUPS)
-
-
-def _first_partition(variant: Variant) -> int:
-    """Return the tokens of a row's only partition; 0 if rows of any length may have several."""
-    if variant.backend != "metal":
-        return 0
-    return FIRST_PARTITION if variant.groups >= 4 else FIRST_PARTITION_OF_FEW
-
-
-def _cuda_lanes(head_dim: int, widths: tuple[int, ...]) -> tuple[int, int]:
-    """Return the (vec, lanes) that waste the fewest lanes at about 8 elements per lane, with loads of these widths."""
-    best: tuple[float, int, int] | None = None
-    for vec in widths:
-        for lanes in (4, 8, 16, 32):
-            per_lane = -(-head_dim // (vec * lanes)) * vec
-            cost = lanes * per_lane / head_dim + 0.02 * abs(per_lane - 8) + 0.05 * (vec != widths[0])
-            if best is None or cost < best[0]:
-                best = (cost, vec, lanes)
-    assert best is not None
-    return best[1], best[2]
+def partition_for(variant: Variant, cores: int | None) -> tuple[int, int]:
+    """Return the tokens of a variant's smallest partition, and those of a row's only partition (0: rows of any length
+    may have several), on a GPU with ``cores`` (None: unknown)."""
+    if variant.backend == "cuda":
+        return PARTITION, 0
+    by_cores, first = _METAL_PARTITIONS[variant.groups]
+    return by_cores[0 if cores is None else (cores > 20) + (cores > 32)], first
 
 
 @lru_cache(maxsize=256)
 def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
-    """Return the launch shape of a variant on a GPU with ``cores`` (see partition_for).
-
-    Raises:
-        ValueError: its threadgroup memory would exceed the limit.
-    """
+    """Return the launch shape of a variant on a GPU with ``cores`` (see partition_for)."""
     widest = max(variant.head_dim, variant.value_dim)
     if variant.body == SHARED_CODES_BODY:
         heads = SHARED_HEADS_OF_CODES[(widest > 64) + (widest > 128)]
@@ -260,28 +227,26 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
     if variant.body in LATENT_BODIES:
         return _latent_shape(variant, cores)
     if variant.body in MATRIX_BODIES:
-        keys = matrix_keys(variant)
-        partition = max(partition_for(cores, variant.groups), 4 * keys)
-        return LaunchShape(8, 4, 1, 1, 1, 4, partition, keys=keys, first=_first_partition(variant))
+        keys, (partition, first) = matrix_keys(variant), partition_for(variant, cores)
+        return LaunchShape(8, 4, 1, 1, 1, 4, max(partition, 4 * keys), keys=keys, first=first)
     if variant.backend == "metal":
         vec = VEC if variant.pages is None else PACKED_VEC
         lanes, unroll, head_split = _metal_lanes(variant, widest)
         heads = -(-variant.gqa // head_split)
     else:
-        # Elements per load, the best first.
-        widths = (PACKED_VEC,) if variant.pages is not None else (8, 4) if variant.dtype.size == 2 else (4,)
-        vec, lanes = _cuda_lanes(widest, widths)
+        lanes, vec = _CUDA_LANES[widest]
+        if variant.pages is not None:
+            vec, lanes = PACKED_VEC, lanes if vec == PACKED_VEC else lanes // 2
+        elif variant.dtype.size == 4:
+            vec = VEC
         per_lane = -(-widest // (vec * lanes)) * vec
         head_split = next((n for n in (1, 2) if -(-variant.gqa // n) * per_lane <= _MAX_LANE_FLOATS), 4)
         heads = -(-variant.gqa // head_split)
         unroll = 4 if heads * per_lane <= 32 else 2
     simdgroups = max(4, head_split)
     head_round = max(1, min(heads, _COMBINE_FLOATS // (simdgroups * variant.value_dim)))
-    partition, first = partition_for(cores, variant.groups), _first_partition(variant)
-    launch_shape = LaunchShape(vec, lanes, unroll, head_split, head_round, simdgroups, partition, first=first)
-    if launch_shape.threadgroup_bytes(variant.gqa, variant.value_dim) > MAX_THREADGROUP_BYTES:
-        raise ValueError(f"{variant} needs more than {MAX_THREADGROUP_BYTES} bytes of threadgroup memory")
-    return launch_shape
+    partition, first = partition_for(variant, cores)
+    return LaunchShape(vec, lanes, unroll, head_split, head_round, simdgroups, partition, first=first)
 
 
 def matrix_keys(variant: Variant) -> int:
@@ -312,7 +277,7 @@ def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:
     head_split = -(-variant.gqa // 2)
     unroll = 4 if variant.backend == "cuda" else 2 if variant.dtype.size == 2 else 1
     simdgroups = head_split * max(1, 4 // head_split)
-    partition, first = partition_for(cores, variant.groups), _first_partition(variant)
+    partition, first = partition_for(variant, cores)
     return LaunchShape(4, 32, unroll, head_split, 1, simdgroups, partition, first=first)
 
 

@@ -55,25 +55,19 @@ class PrefillShape(NamedTuple):
         return 2 * (self.buffers * stage + self.query_shared * self.rows * (head_dim + _PADDING))
 
 
-# For heads up to 64, up to 128, and wider ones.
-_QUANTIZED_SHAPES = (
-    PrefillShape(4, 2, 64, 1, False, 2),
-    PrefillShape(4, 2, 64, 1, True, 2),
-    PrefillShape(4, 1, 32, 1, True, 2),
-)
+# By widest head: over pages that are not quantised, and over codes, which are staged in shared memory, so that values
+# have one buffer.
+_SHAPES = {
+    64: (PrefillShape(4, 2, 64, 2, False, 2), PrefillShape(4, 2, 64, 1, False, 2)),
+    128: (PrefillShape(4, 2, 64, 1, True, 2), PrefillShape(4, 2, 64, 1, True, 2)),
+    256: (PrefillShape(4, 1, 32, 1, False, 2), PrefillShape(4, 1, 32, 1, True, 2)),
+}
 
 
-@lru_cache(maxsize=64)
-def prefill_shape_for(head_dim: int, value_dim: int, pages: PageShape | None = None) -> PrefillShape:
-    """Return the launch shape for heads of these sizes."""
-    widest = max(head_dim, value_dim)
-    if pages is not None:  # codes are staged in shared memory, so values have one buffer
-        return _QUANTIZED_SHAPES[0 if widest <= 64 else 1 if widest <= 128 else 2]
-    if widest <= 64:
-        return PrefillShape(4, 2, 64, 2, False, 2)
-    if widest <= 128:
-        return PrefillShape(4, 2, 64, 1, True, 2)
-    return PrefillShape(4, 1, 32, 1, False, 2)
+def shape_of(variant: Variant) -> PrefillShape:
+    """Return the launch shape of a variant."""
+    widest = max(variant.head_dim, variant.value_dim)
+    return next(shapes[variant.pages is not None] for most, shapes in _SHAPES.items() if widest <= most)
 
 
 @lru_cache(maxsize=256)
@@ -97,11 +91,10 @@ def prefill_variants_of(
     why = unsupported_prefill(dtype, head_dim, value_dim, gqa, block_size)
     if rest or why:
         raise ValueError(why or f"{n_q_heads} query heads are not a multiple of {n_kv_heads} KV heads")
-    shared = prefill_shape_for(head_dim, value_dim, pages).shared_bytes(head_dim, value_dim)
-    if backend() != "cuda" or not cuda_limits().groups_together(shared):
-        return ()
     body = BODY if pages is None else QUANTIZED_BODY
-    return (Variant(body, "cuda", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages),)
+    variant = Variant(body, "cuda", dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages)
+    shared = shape_of(variant).shared_bytes(head_dim, value_dim)
+    return (variant,) if backend() == "cuda" and cuda_limits().groups_together(shared) else ()
 
 
 def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:
@@ -111,11 +104,6 @@ def unsupported_prefill(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int
     if max(head_dim, value_dim) > MAX_TENSOR_HEAD_DIM:
         return f"head_dim {head_dim}/{value_dim} is more than {MAX_TENSOR_HEAD_DIM}"
     return unsupported(dtype, head_dim, value_dim, gqa, block_size)
-
-
-def shape_of(variant: Variant) -> PrefillShape:
-    """Return the launch shape of a variant."""
-    return prefill_shape_for(variant.head_dim, variant.value_dim, variant.pages)
 
 
 def prefill_constants_of(variant: Variant, launch_shape: PrefillShape) -> Constants:
@@ -148,21 +136,6 @@ def tiles_of(counts: Sequence[int], lengths: Sequence[int], tokens: int, window:
     reach = window or max(lengths)
     tiles.sort(key=lambda tile: -min(tile[2] + tile[3], reach + tile[3]))
     return tiles
-
-
-def _check_pack(tables: mx.array, counts: Sequence[int], lengths: Sequence[int], block_size: int, scale: float) -> None:
-    """Raise ValueError if a pack's block tables, new tokens and lengths do not agree, or the scale is not positive."""
-    if tables.ndim != 2 or tables.dtype != mx.int32 or not tables.shape[0]:
-        raise ValueError(f"tables must be int32 [B, n] with B at least 1, got {tables.dtype} {tables.shape}")
-    batch = tables.shape[0]
-    if not batch == len(counts) == len(lengths):
-        raise ValueError(f"tables, counts and lengths differ in number: {batch}, {len(counts)}, {len(lengths)}")
-    reach = tables.shape[1] * block_size
-    for count, length in zip(counts, lengths, strict=True):
-        if not 1 <= count <= length <= reach:
-            raise ValueError(f"{count} new tokens of a sequence of {length} do not fit a table of {reach} tokens")
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, got {scale}")
 
 
 class PrefillLaunch(NamedTuple):
@@ -222,18 +195,13 @@ def prepare_prefill(
         pages: form of pools of quantised pages.
 
     Raises:
-        ValueError: shapes are not supported, or do not agree.
+        ValueError: the geometry is not supported.
         NoKernelError: no GPU, or the variant is off.
     """
     dtype, n_kv_heads, block_size, head_dim, value_dim = ops.geometry_of(k_pool, v_pool, pages)
     choices = prefill_variants_of(
         dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks, pages
     )
-    _check_pack(tables, counts, lengths, block_size, scale)
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
-    if stride < 1:
-        raise ValueError(f"stride must be at least 1, got {stride}")
     if variant is None:
         variant = choices[0] if choices else None
         if variant is None:

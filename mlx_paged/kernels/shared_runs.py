@@ -29,15 +29,11 @@ class SharedCut(NamedTuple):
     Attributes:
         variant, shape: of the kernel.
         at_once: items with enough thread groups, one per KV head, to give every multiprocessor one.
-        least_common: leading tokens that a row must have in common with another to count.
-        least_saved: reads that must be saved in a step, in tokens.
     """
 
     variant: Variant
     shape: LaunchShape
-    at_once: int = 1
-    least_common: int = LEAST_COMMON
-    least_saved: int = LEAST_SAVED
+    at_once: int
 
 
 class SharedRows(NamedTuple):
@@ -116,7 +112,7 @@ def shared_rows(tables: np.ndarray, counts: Sequence[int], block_size: int) -> S
 def items_for(rows: SharedRows, seen: Partitions, cut: SharedCut) -> np.ndarray | None:
     """Return :func:`shared_items` in launch order; None if the rows do not share enough."""
     common = np.maximum(rows.common - seen.begins[rows.order], 0)
-    if common[common >= cut.least_common].sum() < cut.least_saved:
+    if common[common >= LEAST_COMMON].sum() < LEAST_SAVED:
         return None
     items = shared_items(rows, seen, cut.shape)
     return interleaved(items, cut.at_once) if (items[:, 1] > 1).any() else None
@@ -133,14 +129,9 @@ def interleaved(items: np.ndarray, at_once: int) -> np.ndarray:
     return np.concatenate([together[:at_once], own[:half], together[at_once:], own[half:]])
 
 
-def cut_of(variant: Variant, num_kv_heads: int, shape: LaunchShape | None = None) -> SharedCut:
-    """Return the cut for layers with ``num_kv_heads``.
-
-    Args:
-        variant: variant of the kernel.
-        shape: launch shape of the kernel; None for the default.
-    """
-    return SharedCut(variant, shape or shape_for(variant), -(-cuda_limits().multiprocessors // num_kv_heads))
+def cut_of(variant: Variant, num_kv_heads: int) -> SharedCut:
+    """Return the cut for layers with ``num_kv_heads``."""
+    return SharedCut(variant, shape_for(variant), -(-cuda_limits().multiprocessors // num_kv_heads))
 
 
 def shared_items(rows: SharedRows, seen: Partitions, shape: LaunchShape) -> np.ndarray:

@@ -67,9 +67,8 @@ def adapt_gated_delta(original: delta_rule.DeltaRule) -> delta_rule.DeltaRule:
         state: mx.array | None = None,
         mask: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
-        if delta_rule.unsupported_reason(q, v, g, original) is not None:
-            return original(q, k, v, g, beta, state, mask)
-        return delta_rule.chunked(q, k, v, g, beta, state, mask)
+        compute = delta_rule.chunked if delta_rule.is_supported(q, v, g) else original
+        return compute(q, k, v, g, beta, state, mask)
 
     return gated_delta_ops
 

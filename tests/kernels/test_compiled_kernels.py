@@ -25,7 +25,7 @@ from mlx_paged.kernels.prefill import (
     BODY,
     QUANTIZED_BODY,
     prefill_constants_of,
-    prefill_shape_for,
+    shape_of,
 )
 from scripts.support.paged_decode import write_slots
 from tests.support.cases import quick
@@ -40,7 +40,7 @@ PAGES = page_shape(64, (8, 4), 32, mx.bfloat16)
 QUANTIZED = Variant("quantized_decode", "cuda", mx.bfloat16, 64, 64, 4, 16, True, True, PAGES)
 POOL = pool_constants_of(mx.bfloat16, 64, 64, 32)
 WRITE: Constants = (*POOL, ("S", mx.int32))
-PRODUCT = narrow_matmul.kernel_key("narrow_matmul_group", mx.float16, narrow_matmul.SMALL, 3).constants
+PRODUCT = narrow_matmul.kernel_key("narrow_matmul_group", mx.float16, narrow_matmul.SMALL).constants
 
 
 class FakeCompiler:
@@ -80,20 +80,16 @@ def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMLX]:
     build_kernel.cache_clear()
 
 
-PREFILL = (BODY, prefill_constants_of(TENSOR._replace(body=BODY), prefill_shape_for(128, 128)))
-QUANTIZED_PREFILL = (
-    QUANTIZED_BODY,
-    prefill_constants_of(
-        QUANTIZED._replace(body=QUANTIZED_BODY),
-        prefill_shape_for(QUANTIZED.head_dim, QUANTIZED.value_dim, QUANTIZED.pages),
-    ),
+PREFILL, QUANTIZED_PREFILL = (
+    (variant.body, prefill_constants_of(variant, shape_of(variant)))
+    for variant in (TENSOR._replace(body=BODY), QUANTIZED._replace(body=QUANTIZED_BODY))
 )
 
 
 def texts() -> list[tuple[str, Constants]]:
     """Return at least one text of each body."""
     products = [
-        narrow_matmul.kernel_key(body, mx.bfloat16, narrow_matmul.SMALL, 3, bits)
+        narrow_matmul.kernel_key(body, mx.bfloat16, narrow_matmul.SMALL, bits)
         for body in narrow_matmul.BODIES
         for bits in (0, 4)
     ]
@@ -142,7 +138,7 @@ def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Co
     if nvcc is None:
         pytest.skip("needs CUDA's compiler")
     if constants is None:
-        constants = narrow_matmul.kernel_key(body, mx.float16, narrow_matmul.SMALL, 4).constants
+        constants = narrow_matmul.kernel_key(body, mx.float16, narrow_matmul.SMALL).constants
     source = compiled.cuda_source(body, constants)
     assert "#include" not in source.text
     # NVRTC needs no header; nvcc predefines only some of these names.
@@ -163,6 +159,13 @@ def test_values_of_several_tokens_are_passed_in_memory_order(mlx: FakeMLX) -> No
     one = mx.zeros((10, 3, 1, 64), mx.bfloat16)
     write_slots(pool, pool, kernels.new_fence(), one, one, slots)
     assert [x.shape for x in mlx.calls[1]["inputs"][3:5]] == [one.shape] * 2
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 8), (2, 1, 8), (1, 3, 2, 8)])
+def test_a_product_reads_rows_of_any_number_of_dimensions(mlx: FakeMLX, shape: tuple[int, ...]) -> None:
+    x, w = mx.zeros(shape, mx.float16), mx.zeros((5, 8), mx.float16)
+    narrow_matmul.launch(narrow_matmul.PLAIN, x, [w], None, narrow_matmul.SMALL, [(*shape[:-1], 5)])
+    assert mlx.calls[0]["scalars"] == [x.size // 8, 5, 8]
 
 
 def test_a_text_for_other_dtypes_is_not_launched(mlx: FakeMLX) -> None:

@@ -67,14 +67,6 @@ def test_texts_are_compiled_in_parallel_and_each_once() -> None:
     ]
 
 
-def test_without_more_threads_texts_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert make(FakeCompiler(), None).start(source("a")).result(WAIT_SECONDS) == b"TEXT OF A FOR sm_90"
-
-
 def test_the_next_process_reads_what_the_first_compiled(folder: CubinFolder) -> None:
     first, second = FakeCompiler(), FakeCompiler()
     compiled = make(first, folder).start(source("a")).result(WAIT_SECONDS)
@@ -252,8 +244,14 @@ def test_short_names_are_off_where_they_cannot_be_launched(
     assert made is not None and not made.loads
 
 
-def test_without_a_compiler_there_is_no_machine_code(on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cubins_module, "nvrtc", lambda: None)
+@pytest.mark.parametrize("trouble", ["compiler", "architecture"])
+def test_without_a_compiler_or_a_known_gpu_there_is_no_machine_code(
+    on_cuda: FakeCompiler, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    if trouble == "compiler":
+        monkeypatch.setattr(cubins_module, "nvrtc", lambda: None)
+    else:
+        monkeypatch.setattr(mx, "device_info", lambda: {})
     assert cubins() is None
 
 

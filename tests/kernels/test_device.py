@@ -59,7 +59,7 @@ def test_prefill_bounds_follow_shared_memory(on_cuda: pytest.MonkeyPatch) -> Non
     for limits in (HOPPER, ADA):
         use(on_cuda, limits)
         (variant,) = prefill.prefill_variants_of(mx.bfloat16, 128, 128, 32, 8, 32, False, False)
-        constants = dict(prefill.prefill_constants_of(variant, prefill.prefill_shape_for(128, 128)))
+        constants = dict(prefill.prefill_constants_of(variant, prefill.shape_of(variant)))
         groups.append(constants["GROUPS"])
         assert limits.groups_together(constants["SHARED"]) >= constants["GROUPS"]
     assert groups == [2, 1]

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged.kernels import shared_runs
 from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
 from mlx_paged.kernels.shared_runs import HEADER, SharedCut
 from mlx_paged.kv.block_table import BlockTable
@@ -150,7 +151,13 @@ def test_tail_slots_are_the_slots_of_the_last_positions() -> None:
 
 
 VARIANT = Variant(SHARED_BODY, "cuda", mx.bfloat16, 64, 64, 4, 4)
-CUT = SharedCut(VARIANT, shape_for(VARIANT)._replace(partition=64), least_common=64, least_saved=64)
+CUT = SharedCut(VARIANT, shape_for(VARIANT)._replace(partition=64), at_once=1)
+
+
+@pytest.fixture(autouse=True)
+def few_tokens_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_runs, "LEAST_COMMON", 64)
+    monkeypatch.setattr(shared_runs, "LEAST_SAVED", 64)
 
 
 def together(own: NewTokens, shape: tuple[int, int] | None = None) -> list[list[int]] | None:

@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_THREADGROUP_BYTES, Variant, shape_for
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, Variant, shape_for
 from mlx_paged.kernels.ops import variants_of
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl.emulator import EmuError
-from tests.support.msl.harness import KINDS, TOLERANCE, emulated, launch
+from tests.support.msl.harness import KINDS, MAX_THREADGROUP_BYTES, TOLERANCE, emulated, launch, threadgroup_bytes
 from tests.support.msl.harness import check_decode as check
 from tests.support.msl.harness import decode_case as case_of
 
@@ -169,6 +169,15 @@ def test_rows_that_see_nothing_are_zero(sinks, kind, bits):
         assert not check(case, kind, orders=(0, 2))[0].any()
 
 
+@pytest.mark.parametrize("kind", ["portable", "matrix"])
+def test_padded_ends_and_starts_add_no_rows(kind):
+    case = case_of([300, 20], DENSE, kind)
+    expected = check(case, kind, orders=(0,))
+    case.ends, case.starts = (np.concatenate([x, np.zeros((6, 1), np.int32)]) for x in (case.ends, case.starts))
+    out, _ = launch(case, kind, orders=(0,), shape={"first": 0})
+    np.testing.assert_array_equal(out, expected)
+
+
 @pytest.mark.parametrize("bits", quick([DENSE, PAGES], PAGES))
 def test_partition_tiers(bits):
     # Partitions of 64, 128 and 256 tokens in one launch, misaligned starts.
@@ -275,7 +284,7 @@ def test_threadgroup_memory_is_bounded():
         pages = bits and page_shape(head_dim, bits, 32, dtype)
         for backend in ("metal", "cuda"):
             shape = shape_for(Variant(body, backend, dtype, head_dim, head_dim, gqa, 32, pages=pages))
-            assert shape.threadgroup_bytes(gqa, head_dim) <= MAX_THREADGROUP_BYTES
+            assert threadgroup_bytes(shape, gqa, head_dim) <= MAX_THREADGROUP_BYTES
             assert not bits or shape.vec == 8
 
 

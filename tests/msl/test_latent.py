@@ -5,12 +5,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels.launch_shape import LATENT_BODIES, MAX_THREADGROUP_BYTES, Variant, shape_for
+from mlx_paged.kernels.launch_shape import LATENT_BODIES, Variant, shape_for
 from mlx_paged.kernels.ops import latent_variants_of, unsupported_latent
 from tests.support.cases import crossed, quick
 from tests.support.kernels.latent_cases import LatentCase
 from tests.support.msl.emulator import EmuError
-from tests.support.msl.harness import emulated
+from tests.support.msl.harness import MAX_THREADGROUP_BYTES, emulated, threadgroup_bytes
 
 PORTABLE, TENSOR = LATENT_BODIES
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
@@ -137,7 +137,7 @@ def test_memory_of_a_thread_group_is_bounded():
                 (variant,) = latent_variants_of(dtype, 512, 64, heads, 1, 32)
             shape = shape_for(variant)
             assert heads % variant.gqa == 0 and shape.simdgroups % shape.head_split == 0
-            assert shape.threadgroup_bytes(variant.gqa, 512) <= MAX_THREADGROUP_BYTES
+            assert threadgroup_bytes(shape, variant.gqa, 512) <= MAX_THREADGROUP_BYTES
     tensor = Variant(TENSOR, "cuda", mx.bfloat16, 576, 512, 64, 32)
     assert shape_for(tensor).latent_bytes(576) <= MOST_SHARED
 

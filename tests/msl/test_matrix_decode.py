@@ -15,13 +15,12 @@ from mlx_paged.kernels.launch_shape import (
     MATRIX_BODIES,
     MAX_GQA,
     MAX_TENSOR_HEAD_DIM,
-    MAX_THREADGROUP_BYTES,
     Variant,
     shape_for,
     unsupported_matrix,
 )
 from mlx_paged.kernels.quantized import PageShape
-from tests.support.msl.harness import Case, decode_case, emulated, launch
+from tests.support.msl.harness import MAX_THREADGROUP_BYTES, Case, decode_case, emulated, launch
 from tests.support.msl.harness import check_decode as check
 
 

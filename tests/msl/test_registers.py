@@ -15,11 +15,10 @@ from mlx_paged.kernels.launch_shape import (
     Variant,
     count_partitions,
     groups_of,
-    partition_for,
     shape_for,
 )
 from mlx_paged.kernels.ops import variants_of
-from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, prefill_shape_for
+from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, shape_of
 from tests.support.cases import quick
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import registers
@@ -47,7 +46,7 @@ def registers_of(
         return registers.registers_of(body, (*constants, ("SINGLE", single), ("O", dtype if single else mx.float32)))
     variant = variant._replace(**options)
     if body in PREFILL:
-        constants = prefill_constants_of(variant, prefill_shape_for(head_dim, head_dim, pages))
+        constants = prefill_constants_of(variant, shape_of(variant))
     else:
         constants = (*decode_constants_of(variant, shape_for(variant)), ("GROUPS", shape_for(variant).groups))
     return registers.registers_of(body, constants, None, "sm_90")
@@ -142,7 +141,8 @@ def test_no_prefill_spills(head_dim: int, gqa: int, block_size: int, extras: boo
 
 @pytest.mark.parametrize(("cores", "kv_heads"), [(8, 8), (10, 8), (20, 8), (40, 8), (76, 8), (80, 8), (40, 4), (76, 5)])
 def test_short_contexts_give_each_core_work(cores: int, kv_heads: int) -> None:
-    assert 512 // partition_for(cores, groups_of(kv_heads, "metal")) * kv_heads >= cores
+    variant = Variant("paged_decode", "metal", mx.bfloat16, 64, 64, 2, 32, groups=groups_of(kv_heads, "metal"))
+    assert 512 // shape_for(variant, cores).partition * kv_heads >= cores
 
 
 def test_fewer_kv_heads_have_smaller_partitions_on_metal() -> None:
@@ -171,9 +171,9 @@ def test_partitions_on_cuda_do_not_depend_on_kv_heads() -> None:
 
 
 def test_partitions_follow_cores_and_unknown_gpus_have_the_measured_ones() -> None:
-    assert partition_for(None) == 128
     variant = Variant("paged_decode", "metal", mx.bfloat16, 64, 64, 2, 32, groups=MOST_GROUPS)
-    assert [shape_for(variant, cores).partition for cores in (8, 20, 30, 32, 38, 80)] == [128, 128, 64, 64, 32, 32]
+    found = [shape_for(variant, cores).partition for cores in (None, 8, 20, 30, 32, 38, 80)]
+    assert found == [128, 128, 128, 64, 64, 32, 32]
 
 
 def test_core_count_is_read_from_the_listing_of_macos() -> None:

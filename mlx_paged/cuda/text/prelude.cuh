@@ -7,7 +7,6 @@ namespace metal {
 __device__ inline float exp2(float x) { return ::exp2f(x); }
 __device__ inline float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 __device__ inline float round(float x) { return ::roundf(x); }
-__device__ inline float rsqrt(float x) { return ::rsqrtf(x); }
 __device__ inline float max(float a, float b) { return ::fmaxf(a, b); }
 __device__ inline float min(float a, float b) { return ::fminf(a, b); }
 __device__ inline int max(int a, int b) { return a < b ? b : a; }
@@ -22,8 +21,6 @@ __device__ inline float divide(float a, float b) { return __fdividef(a, b); }
 }  // namespace fast
 namespace precise {
 __device__ inline float tanh(float x) { return ::tanhf(x); }
-__device__ inline float cos(float x) { return ::cosf(x); }
-__device__ inline float sin(float x) { return ::sinf(x); }
 }  // namespace precise
 }  // namespace metal
 
@@ -452,16 +449,11 @@ __device__ inline void load_words(const uint* source, uint* words) {
 #define threadgroup_position_in_grid (blockIdx)
 #define threadgroups_per_grid (gridDim)
 #define thread_position_in_threadgroup (threadIdx)
-#define threads_per_threadgroup (blockDim)
 #define thread_position_in_grid \
   (make_uint3(blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.z + threadIdx.z))
 #define thread_index_in_simdgroup (threadIdx.x % 32u)
 #define simdgroup_index_in_threadgroup (threadIdx.x / 32u)
 #define UNROLL _Pragma("unroll")
-// Return which of OWNERS lanes holds number n if lane bit 0 stands for the top bit of n, lane bit 1 for the next, and
-// so on.
-#define SCORE_OWNER(n, OWNERS) \
-  ((((n) & 1) << 4 | ((n) & 2) << 2 | ((n) & 4) | ((n) & 8) >> 2 | ((n) & 16) >> 4) / (32 / (OWNERS)))
 #define FUNCTION __device__ inline
 #define GLOBAL
 // Must come last: __device__ expands to a text with the word device in it.

@@ -64,19 +64,14 @@ auto finish = [&](int column, float sum, float) { return static_cast<T>(sum + st
 auto finish = [&](int, float sum, float) { return static_cast<T>(sum); };
 #endif
 // For few rows m, of 16-bit types, on the tensor cores (mma.sync m16n8k16, float accumulators): rows of w are the A
-// operand, rows of x the B operand. x has XD dimensions of any sizes; its rows of `depth` values lie one after the other.
+// operand, rows of x the B operand.
 // A thread group computes MT * 8 rows of COLUMNS columns of the target. Its warps split k, 128 at a time with every tile,
 // and their sums are added in the order of the warps: a row's bits depend neither on the other rows nor on their number.
 // The order of k inside a fragment is free if both factors have the same, so that every load is 16 bytes.
 constexpr int ROWS = 8 * MT;
 constexpr int HALVES = R * 2 / MATRICES;  // eight rows of a matrix each
 constexpr int SHARE = 128;
-int n_rows = 1;
-UNROLL
-for (int i = 0; i < XD; i++) {
-  n_rows *= x_shape[i];
-}
-n_rows /= depth;
+const int n_rows = x_shape[0];
 const int lane = thread_index_in_simdgroup;
 const int warp = simdgroup_index_in_threadgroup;
 const int first_row = threadgroup_position_in_grid.y * ROWS;

@@ -13,6 +13,12 @@
 // reduced by halving: in each step a lane keeps half of its scores and sends the other half to another lane. At the end
 // each lane holds R complete scores, so a score's softmax is computed once instead of LPT times. Lane bit 0 stands for
 // the top bit of a score's index u * HP + h, lane bit 1 for the next, and so on.
+
+// Return which of OWNERS lanes holds score n.
+#define SCORE_OWNER(n, OWNERS) \
+  ((((n) & 1) << 4 | ((n) & 2) << 2 | ((n) & 4) | ((n) & 8) >> 2 | ((n) & 16) >> 4) / (32 / (OWNERS)))
+
+#pragma kernel
 constexpr int NK = (D + LPT * VEC - 1) / (LPT * VEC);    // packets of a key per lane
 constexpr int NV = (DV + LPT * VEC - 1) / (LPT * VEC);   // packets of a value per lane
 constexpr int TPS = 32 / LPT;                            // tokens per step

@@ -4,11 +4,6 @@
 #define FUNCTION inline
 #define GLOBAL device  // address space of inputs and outputs
 #define UNROLL _Pragma("clang loop unroll(full)")
-// Return which of OWNERS lanes holds number n if lane bit 0 stands for the top bit of n, lane bit 1 for the next, and
-// so on.
-#define SCORE_OWNER(n, OWNERS) \
-  ((((n) & 1) << 4 | ((n) & 2) << 2 | ((n) & 4) | ((n) & 8) >> 2 | ((n) & 16) >> 4) / (32 / (OWNERS)))
-
 // N elements of T loaded together; converted only when they are used.
 template <typename T, int N>
 struct Packet {

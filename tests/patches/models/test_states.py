@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -13,19 +12,12 @@ from mlx_lm.models import gated_delta, ssm
 import mlx_paged
 from mlx_paged.kernels import delta_rule
 from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
-from mlx_paged.warn import NotPagedWarning
 from scripts.support import model_configs
 from tests.support.cases import crossed, quick
 from tests.support.models.batch_runs import answers, model_of
 from tests.support.models.builders import greedy, prompt_of
 
 Arrays = tuple[mx.array, ...]
-
-
-@pytest.fixture(autouse=True)
-def no_known_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(delta_rule, "_passed", {})
-    yield
 
 
 def arguments(
@@ -136,30 +128,22 @@ def test_state_space_without_a_short_form_equals_upstream(case: str) -> None:
     assert_equal(ssm.ssm_attn(*given, **options), wanted)
 
 
-def test_chunked_form_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunked = delta_rule.chunked
-
-    def wrong(*given: Any) -> Arrays:
-        out, state = chunked(*given)
-        return out, state * 1.001
-
-    model = model_of("qwen3_next")
-    expected, _ = greedy(model, prompt_of(70, seed=1), 4)
-    monkeypatch.setattr(delta_rule, "chunked", wrong)
-    mlx_paged.apply_patches()
-    with pytest.warns(NotPagedWarning, match="mlx-lm's loop"):
-        assert greedy(model, prompt_of(70, seed=1), 4)[0] == expected
-    assert list(delta_rule._passed.values()) == [False]
+def test_float32_takes_the_loop_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, _, v, g, *_ = arguments(1, 20, 2, 4, 16, 16)
+    assert delta_rule.is_supported(q, v, g) and not delta_rule.is_supported(q[:, :15], v, g)
+    monkeypatch.setattr(delta_rule, "_on_gpu", lambda: True)
+    assert not delta_rule.is_supported(q, v, g) and delta_rule.is_supported(q.astype(mx.bfloat16), v, g)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1"])
-def test_prompts_and_steps_have_the_tokens_of_the_loop(kind: str) -> None:
-    model = model_of(kind)
+def test_prompts_and_steps_have_the_tokens_of_the_loop(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls, chunked = model_of(kind), [], delta_rule.chunked
+    monkeypatch.setattr(delta_rule, "chunked", lambda *given: calls.append(1) or chunked(*given))
     expected, logprobs = greedy(model, prompt_of(150, seed=1), 6)
     mlx_paged.apply_patches()
     tokens, given = greedy(model, prompt_of(150, seed=1), 6)
     assert tokens == expected and np.abs(given - logprobs).max() < 1e-4
-    assert kind == "falcon_h1" or list(delta_rule._passed.values()) == [True], "in chunks"
+    assert kind == "falcon_h1" or calls, "in chunks"
 
 
 def test_prompts_shorter_than_an_ngram_are_batched_with_longer_ones() -> None:

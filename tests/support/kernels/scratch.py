@@ -145,7 +145,7 @@ def _product(kernel: _Kernel) -> Scratch:
     rows, size, dtype, threads = 2, 8, kernel["T"], kernel["SG"] * 32
     bits = kernel.constants.get("BITS")
     depth = 32 if bits else size
-    x = mx.zeros((rows * depth,) if kernel["XD"] == 1 else (rows, *[1] * (kernel["XD"] - 2), depth), dtype)
+    x = mx.zeros((rows, depth), dtype)
     w, given = mx.zeros((size, depth), dtype), {"x": x, "bias": mx.zeros((size,), dtype)}
     for number in ("", "1", "2"):
         given[f"w{number}"] = mx.zeros((size, bits), mx.uint32) if bits else w

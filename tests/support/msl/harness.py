@@ -88,8 +88,8 @@ class Emulated:
             _check_mutation(old, header + source)
             header, source = header.replace(old, new), source.replace(old, new)
         inputs, outputs = list(BODIES[body].inputs), list(BODIES[body].outputs)
-        is_strided = BODIES[body].strided
-        return emulator.metal_kernel(body, inputs, outputs, source, header, ensure_row_contiguous=not is_strided)
+        is_contiguous = "_strides[" not in source
+        return emulator.metal_kernel(body, inputs, outputs, source, header, ensure_row_contiguous=is_contiguous)
 
 
 @contextmanager
@@ -306,6 +306,14 @@ class Case:
             **options,
         )
         return to_float(out), fence
+
+
+MAX_THREADGROUP_BYTES = 32 * 1024  # Apple GPUs abort the process above this
+
+
+def threadgroup_bytes(shape, gqa, value_dim):
+    """Return the threadgroup memory of a group of a body by lanes, in bytes."""
+    return 4 * shape.simdgroups * (2 * -(-gqa // shape.head_split) + shape.head_round * value_dim)
 
 
 DECODE_BODIES = {  # over dense and over quantised pages
