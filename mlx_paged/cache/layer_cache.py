@@ -53,9 +53,9 @@ class LayerCache:
         Raises:
             GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
         """
-        geometry = self.group.geometry
-        if geometry is not None and not keys.dtype == values.dtype == geometry.dtype:
-            keys, values = self.group.fitted(keys, values)
+        geometry, dtype = self.group.geometry, keys.dtype
+        if geometry is not None and dtype == values.dtype != geometry.dtype and mx.issubdtype(dtype, mx.floating):
+            keys, values = keys.astype(geometry.dtype), values.astype(geometry.dtype)  # as mlx-lm's caches do
         self.pool.set_geometry(self.layer, keys, values, batch=batch, heads=heads)
         return keys, values
 

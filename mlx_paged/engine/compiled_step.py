@@ -66,9 +66,7 @@ MOST_FAILURES = 3
 # shapes occur only once while prompts join or requests finish. Packs (verifications of drafts) are traced at once:
 # their time decides whether drafts pay.
 PATIENCE = 4
-MOST_TRACES = 256  # kept, least recently used ones dropped; counts of uncompiled shapes restart at as many shapes
-# Sizes of a pool whose traces are kept. Tensors go with the last sequence, and the next one needs one of a few sizes.
-KEPT_SIZES = 4
+MOST_TRACES = 64  # kept, least recently used ones dropped; counts of uncompiled shapes restart at as many shapes
 compile_function: Callable[[Any], Any] = mx.compile
 
 
@@ -158,12 +156,14 @@ class StepShapes(NamedTuple):
         widths: width of each group's block tables, in blocks.
         is_pack: several rows may be tokens of one sequence.
         items: number of work items of each group whose rows read common blocks together; empty if there are none.
+        num_blocks: number of each group's blocks.
     """
 
     num_rows: int
     widths: tuple[int, ...]
     is_pack: bool = False
     items: tuple[int, ...] = ()
+    num_blocks: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -206,8 +206,7 @@ class CompiledStep:
     and ran in the kernel in its last step. States are inputs and outputs of the function. Weights are its constants: as
     inputs, the host would handle each of them in each step. Weights and structure of the model are compared before
     every step (:class:`ModelState`); if something has changed, all traces are dropped and that step runs uncompiled. A
-    trace holds megabytes and serves only the size of the pool it was made for: those for the latest :data:`KEPT_SIZES`
-    sizes are kept.
+    trace holds megabytes; the latest :data:`MOST_TRACES` are kept.
 
     Args:
         pool: pool of the caches.
@@ -231,9 +230,6 @@ class CompiledStep:
         self._traces = 0  # made so far
         # By shapes, most recently used last. One function each: MLX compares a call with all traces of a function.
         self._functions: OrderedDict[StepShapes, Callable[..., Any]] = OrderedDict()
-        # The same for each size of the pool, a number of blocks per group: a trace serves only one.
-        self._of_sizes: OrderedDict[tuple[int, ...], OrderedDict[StepShapes, Callable[..., Any]]] = OrderedDict()
-        self._size: tuple[int, ...] = ()
         self._uncompiled: Counter[StepShapes] = Counter()
 
     def __call__(self, model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
@@ -307,7 +303,7 @@ class CompiledStep:
             ]
             if any(own is not None for own in items):
                 shapes = shapes._replace(items=tuple(0 if own is None else len(own) for own in items))
-            self._use_size(pool)
+            shapes = shapes._replace(num_blocks=tuple([group.allocator.num_blocks for group in pool.groups]))
             function = self._function_for(shapes)
             if function is None or not self._knows(model):
                 rows.undo_begin()
@@ -354,18 +350,8 @@ class CompiledStep:
     def retrace(self) -> None:
         """Drop all traces, and the arrays in them; steps are traced again."""
         self._state = None
-        self._of_sizes.clear()
-        self._of_sizes[self._size] = self._functions = OrderedDict()
+        self._functions.clear()
         self._uncompiled.clear()
-
-    def _use_size(self, pool: BlockPool) -> None:
-        """Use the traces for the pool's present size, and drop those for sizes that it had long ago."""
-        size = tuple([group.allocator.num_blocks for group in pool.groups])
-        if size != self._size:
-            self._size, self._functions = size, self._of_sizes.setdefault(size, OrderedDict())
-            self._of_sizes.move_to_end(size)
-            if len(self._of_sizes) > KEPT_SIZES:
-                self._of_sizes.popitem(last=False)
 
     def _function_for(self, shapes: StepShapes) -> Callable[..., Any] | None:
         """Return the compiled function of these shapes; None if the step has to run uncompiled, as they have not come

@@ -98,10 +98,9 @@ class DeviceBlocks:
         self.__fence = kernels.new_fence()
         self.counters = kernels.Counters()
         self.decoded_by_kernel = False
-        # Cuts of the kernel for common blocks: by query heads, of the latest decode, and those known to serve.
+        # Cuts of the kernel for common blocks, by query heads, and that of the latest decode.
         self._shared_cuts: dict[QueryHeads, SharedCut | None] = {}
         self._shared_cut: SharedCut | None = None
-        self._usable_cuts: set[SharedCut] = set()
 
     def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
         heads, k_dim, v_dim, dtype, _ = self.geometry
@@ -206,14 +205,7 @@ class DeviceBlocks:
         """Return the items of the kernel for common blocks (:meth:`.new_tokens.NewTokens.items`), for queries
         like those of the latest decode step, or None. Checks the kernel the first time that there are items."""
         cut, items = self._shared_cut, tokens.items(self._shared_cut, window, shape)
-        if cut is None or items is None or cut in self._usable_cuts:
-            return items
-        if checked(cut.variant).ok:
-            self._usable_cuts.add(cut)
-            return items
-        self._shared_cut = None
-        self._shared_cuts = {heads: None if own == cut else own for heads, own in self._shared_cuts.items()}
-        return None
+        return items if cut is None or items is None or checked(cut.variant).ok else None
 
     def prefill(self, q: mx.array, tokens: NewTokens, params: AttentionParams) -> mx.array:
         """Run the prefill kernel over this layer's blocks, for new tokens, which are written.
