@@ -292,7 +292,7 @@ class PackedKV(LazyKV):
         assert isinstance(batch, Batch)
         params = known_mask(batch, params)
         new = (keys, values) if self._is_new else None
-        batch.note_attended(layer)
+        batch.attended.add(layer)
         index, position = batch.pool.places[layer]
         group, tokens = batch.pool.groups[index], batch.tokens_of(layer)
         append = batch.unwritten.pop(layer, None)

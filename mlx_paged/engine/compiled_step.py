@@ -52,7 +52,7 @@ def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
 def rows_of(caches: Sequence[Any]) -> Batch | SequenceTables | None:
     """Return the rows of these paged caches; None unless all have the same rows and they cover the pool's layers."""
     rows: Batch | SequenceTables | None = caches[0].rows if caches else None
-    if rows is None or len(caches) != rows.num_layers or any(cache.rows is not rows for cache in caches):
+    if rows is None or len(caches) != len(rows.pool.places) or any(cache.rows is not rows for cache in caches):
         return None
     return rows
 
