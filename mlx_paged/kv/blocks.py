@@ -49,10 +49,10 @@ class Blocks(Protocol):
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks onto others. No block may be in both lists, or twice in ``targets``."""
 
-    def resize(self, num_blocks: int) -> None:
+    def resize(self, num_blocks: int) -> list[mx.array]:
         """Change the number of blocks: append blocks of zeros; or, after a growth that failed half way, keep only the
         first ones. Peak memory rises by one layer's tensors. If it fails, blocks that exist before and after keep their
-        contents."""
+        contents. Returns new tensors that the caller has to compute, all layers' together."""
 
     def drop(self) -> None:
         """Drop the tensors; :meth:`resize` makes new ones. Any thread may call it: it computes nothing."""

@@ -21,10 +21,9 @@ from .geometry import AttentionParams, Geometry, QueryHeads, Window
 from .new_tokens import NewTokens
 
 NO_BLOCKS = mx.array(np.zeros((0,), np.float32))
-# In prompt chunks of PACED_TOKENS or more, a layer is submitted to the GPU as soon as its keys are built, at most
-# LAYERS_AHEAD layers before the GPU has computed it: the arrays of all layers in between are alive.
-PACED_TOKENS = 128
-LAYERS_AHEAD = 2
+# A prompt chunk is submitted to the GPU after as many layers as have PACED_TOKENS tokens together. A submission takes
+# the host 0.1 ms; the arrays of what is built and not computed, at most three such parts, are alive.
+PACED_TOKENS = 2048
 
 
 def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
@@ -94,7 +93,7 @@ class DeviceBlocks:
         self.block_size = block_size
         self.pages = pages_of(geometry)
         self.rotates = geometry.rotates
-        self.__keys, self.__values = self._new_blocks(num_blocks)
+        mx.async_eval(self._make(num_blocks))  # a buffer of their own from the start
         self.__fence = kernels.new_fence()
         self.counters = kernels.Counters()
         self.decoded_by_kernel = False
@@ -102,11 +101,12 @@ class DeviceBlocks:
         self._shared_cuts: dict[QueryHeads, SharedCut | None] = {}
         self._shared_cut: SharedCut | None = None
 
-    def _new_blocks(self, num_blocks: int) -> tuple[mx.array, mx.array]:
+    def _make(self, num_blocks: int) -> list[mx.array]:
+        """Make new tensors, and return them: they are still to be computed."""
         heads, k_dim, v_dim, dtype, _ = self.geometry
-        keys, values = new_blocks(num_blocks, heads, self.block_size, (k_dim, v_dim), dtype, self.pages)
-        mx.async_eval(keys, values)  # a buffer of their own from the start; nothing waits for each layer's
-        return keys, values
+        new = new_blocks(num_blocks, heads, self.block_size, (k_dim, v_dim), dtype, self.pages)
+        self.__keys, self.__values = new
+        return list(new)
 
     @property
     def num_blocks(self) -> int:
@@ -127,16 +127,19 @@ class DeviceBlocks:
         if self.rotates:
             k, v = rotate(k), rotate(v)
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
-        if tokens.is_pack and tokens.num_tokens >= PACED_TOKENS and tokens.can_compute:
+        if tokens.is_pack and tokens.can_compute:
             self._pace(tokens)
 
     def _pace(self, tokens: NewTokens) -> None:
-        """Start computing up to this layer's write of a prompt chunk, and wait for the layer LAYERS_AHEAD before it."""
+        """Start computing up to this layer's write of a prompt chunk if enough layers have been built since the last
+        start (:data:`PACED_TOKENS`), and wait for the start before the last one."""
         fences = tokens.made.setdefault("fences", [])
-        mx.async_eval(self.__fence)
         fences.append(self.__fence)
-        if len(fences) > LAYERS_AHEAD:
-            mx.eval(fences[-1 - LAYERS_AHEAD])
+        layers = max(1, PACED_TOKENS // tokens.num_tokens)
+        if len(fences) % layers == 0:
+            mx.async_eval(fences[-layers:])
+            if len(fences) > 2 * layers:
+                mx.eval(fences[-1 - 2 * layers])
 
     def prepare_decode(
         self, q: mx.array, tokens: NewTokens, params: AttentionParams, *, appends: bool
@@ -326,15 +329,15 @@ class DeviceBlocks:
         """Copy blocks onto others; see :meth:`Blocks.copy`."""
         self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, sources, targets)
 
-    def resize(self, num_blocks: int) -> None:
+    def resize(self, num_blocks: int) -> list[mx.array]:
         """Change the number of blocks; see :meth:`Blocks.resize`."""
         if not self.num_blocks:
-            self.__keys, self.__values = self._new_blocks(num_blocks)
-            return
+            return self._make(num_blocks)
         mx.eval(self.__fence)  # until no kernel uses the blocks any more
         self.__keys = _resized(self.__keys, num_blocks)
         self.__values = _resized(self.__values, num_blocks)
         self.__fence = kernels.new_fence()
+        return []
 
     def drop(self) -> None:
         """Drop the tensors; see :meth:`Blocks.drop`. Kernels under way keep their buffers."""

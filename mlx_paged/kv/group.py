@@ -316,8 +316,7 @@ class Group:
         larger."""
         had_tensors = self.has_tensors
         try:
-            for blocks in self.blocks:
-                blocks.resize(num_blocks)
+            mx.async_eval([blocks.resize(num_blocks) for blocks in self.blocks])
         except Exception:
             self.resize_failed = True
             raise

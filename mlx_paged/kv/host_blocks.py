@@ -115,7 +115,7 @@ class HostBlocks:
             blocks = view.reshape(view.shape[0], -1, self.block_size, view.shape[2])
             blocks[:, list(targets)] = blocks[:, list(sources)]
 
-    def resize(self, num_blocks: int) -> None:
+    def resize(self, num_blocks: int) -> list[mx.array]:
         """Change the number of blocks; see :meth:`Blocks.resize`. Reads that were built keep the former arrays."""
         tensors = []
         for old, dim in zip((self._keys, self._values), self._dims, strict=True):
@@ -127,6 +127,7 @@ class HostBlocks:
         self._keys, self._values = tensors  # both or neither: they share indices
         self.num_blocks = num_blocks
         self._known_views = None
+        return []
 
     def drop(self) -> None:
         """Drop the tensors; see :meth:`Blocks.drop`. Reads that were built keep them."""
