@@ -275,7 +275,6 @@ class PackedKV(LazyKV):
         self.layer = layer
         self._is_new = is_new
         self._rows = weakref.ref(batch)
-        self._pool = weakref.ref(batch.pool)
 
     def can_attend(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Return True. Raises NotPackableError for other queries or masks, as nothing else can use the arrays."""

@@ -282,6 +282,7 @@ class BlockPool:
         if group.allocator.refcount(shared) <= 1:
             return shared
         self.lock.use()
+        self.lock.compute_held()
         for blocks in group.blocks:
             blocks.copy([shared], [target])
         group.allocator.release([shared])
