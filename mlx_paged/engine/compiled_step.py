@@ -30,33 +30,6 @@ from ..kv.device_blocks import DeviceBlocks
 from ..kv.new_tokens import rounded_up, table_width
 from ..kv.pool import BlockPool
 
-
-def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
-    """Return a model's paged caches, and those that hold states. None if one cannot be an input of a compiled step: a
-    state is missing or padded, or a cache is of another kind."""
-    paged: list[Any] = []
-    states: list[Any] = []
-    for cache in leaves(caches):
-        if isinstance(cache, LayerCache):
-            paged.append(cache)
-            continue
-        arrays = getattr(cache, "cache", None)
-        if not isinstance(arrays, list) or any(x is None for x in arrays):
-            return None
-        if cache.left_padding is not None or cache.lengths is not None:
-            return None
-        states.append(cache)
-    return paged, states
-
-
-def rows_of(caches: Sequence[Any]) -> Batch | SequenceTables | None:
-    """Return the rows of these paged caches; None unless all have the same rows and they cover the pool's layers."""
-    rows: Batch | SequenceTables | None = caches[0].rows if caches else None
-    if rows is None or len(caches) != len(rows.pool.places) or any(cache.rows is not rows for cache in caches):
-        return None
-    return rows
-
-
 # Takes the model, tokens [B, 1] and, as keyword, the `cache` of its layers; returns logits [B, 1, vocab].
 Forward = Callable[..., mx.array]
 
@@ -255,7 +228,7 @@ class CompiledStep:
         pool = rows.pool
         if not all(group.in_place and group.blocks for group in pool.groups):
             return None
-        blocks = [pool.groups[cache.group_index].device(cache.position) for cache in parts[0]]
+        blocks = [cache.group.device(cache.position) for cache in parts[0]]
         if not all(own.decoded_by_kernel for own in blocks):
             return None
         pool.lock.use()
@@ -267,18 +240,32 @@ class CompiledStep:
         return logits
 
     def _parts_of(self, caches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]] | None:
-        """Return :func:`parts_of` the caches; None if the paged ones do not share rows that cover the pool's layers.
+        """Return a model's paged caches, and those that hold states. None if one cannot be an input of a compiled step
+        (a state is missing or padded, or a cache is of another kind), or if the paged ones do not share rows that cover
+        the pool's layers.
 
         A cache never changes its rows, so the last step's caches are not checked again if all are paged.
         """
         if [cache() for cache in self._paged] == caches:
             return caches, ()
-        parts = parts_of(caches)
-        if parts is None or rows_of(parts[0]) is None:
+        states = []
+        paged = []
+        for cache in leaves(caches):
+            if isinstance(cache, LayerCache):
+                paged.append(cache)
+                continue
+            arrays = getattr(cache, "cache", None)
+            if not isinstance(arrays, list) or any(x is None for x in arrays):
+                return None
+            if cache.left_padding is not None or cache.lengths is not None:
+                return None
+            states.append(cache)
+        rows = paged[0].rows if paged else None
+        if rows is None or len(paged) != len(rows.pool.places) or any(cache.rows is not rows for cache in paged):
             return None
-        if parts[0] == list(caches):  # none is composite
+        if paged == list(caches):  # none is composite
             self._paged = list(map(weakref.ref, caches))
-        return parts
+        return paged, states
 
     def _compiled(
         self,
