@@ -13,7 +13,6 @@ from ..errors import GeometryError
 from ..kernels.availability import prepares_plans
 from ..kernels.build import NoKernelError
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
-from ..kv.blocks import kernel_unsupported_reason, prefill_unsupported_reason
 from ..kv.geometry import AttentionParams, QueryHeads, Window
 from ..kv.group import Group
 from ..kv.host_blocks import HostBlocks
@@ -224,7 +223,7 @@ class _Call(NamedTuple):
             attended = blocks.decode(launch, q, sinks, append)
         except NoKernelError as error:  # a kernel that this call was the first to need; nothing was launched
             tokens.made.clear()
-            unsupported = group.unsupported[params.heads(shape[1])] = f"the kernel is off: {error}"
+            unsupported = group.unsupported[params.heads(shape[1]), False] = f"the kernel is off: {error}"
             return None, unsupported
         record(_KERNEL_ONE if shape[2] == 1 and not tokens.is_pack else _KERNEL_FEW)
         return attended, ""
@@ -256,13 +255,14 @@ class _Call(NamedTuple):
         """Attend from ``[T, n_q_heads, 1, head_dim]`` over the written tokens in one launch of the prefill kernel;
         return None and the reason if it does not serve."""
         q, group, position, tokens, params = self
-        unsupported = _packed_unsupported_reason(q, group, params)
+        heads = params.heads(q.shape[1])
+        unsupported = group.unsupported_reason(heads, is_prefill=True) or _mismatch(q, group, params)
         if unsupported is not None:
             return None, unsupported
         try:
             return group.device(position).prefill(q, tokens, params), ""
         except NoKernelError as error:  # raised before anything was launched
-            unsupported = group.packs_unsupported[params.heads(q.shape[1])] = f"the kernel is off: {error}"
+            unsupported = group.unsupported[heads, True] = f"the kernel is off: {error}"
             return None, unsupported
 
 
@@ -275,9 +275,7 @@ def _has_plan(q: mx.array, num_visible: int) -> bool:
 def supports_latents(num_q_heads: int, pool: BlockPool, layer: int) -> bool:
     """Return whether the decode kernel attends over a layer's latents with ``num_q_heads`` query heads, for one new
     token per sequence."""
-    group = pool.group_of(layer)
-    has_kernel = group.choice is not None and group.choice.has_kernel
-    return has_kernel and _heads_unsupported_reason(group, QueryHeads(num_q_heads, latent=True)) is None
+    return pool.group_of(layer).unsupported_reason(QueryHeads(num_q_heads, latent=True)) is None
 
 
 def _mask_of(num_tokens: int, num_visible: int, window: Window | None) -> mx.array | str:
@@ -295,21 +293,8 @@ def _seen(group: Group, params: AttentionParams) -> Window | None:
     return group.sees
 
 
-def _packed_unsupported_reason(q: mx.array, group: Group, params: AttentionParams) -> str | None:
-    """Return why the prefill kernel cannot serve this call, or None."""
-    if group.choice is None or not group.choice.has_kernel:
-        return group.blocks_reason
-    why = _dtype_unsupported_reason(q, group, params)
-    if why is not None:
-        return why
-    geometry, heads = group.geometry, params.heads(q.shape[1])
-    assert geometry is not None
-    if heads not in group.packs_unsupported:
-        group.packs_unsupported[heads] = prefill_unsupported_reason(geometry, group.block_size, heads)
-    return group.packs_unsupported[heads]
-
-
-def _dtype_unsupported_reason(q: mx.array, group: Group, params: AttentionParams) -> str | None:
+def _mismatch(q: mx.array, group: Group, params: AttentionParams) -> str | None:
+    """Return why queries do not fit the group's keys, or None."""
     assert group.geometry is not None
     _, k_dim, v_dim, dtype, _ = group.geometry
     if q.dtype != dtype or q.shape[3] != k_dim + params.latent * v_dim:
@@ -324,11 +309,9 @@ def _unsupported_reason(q: mx.array, group: Group, longest: int, params: Attenti
         q_len <= MOST_FEW_TOKENS and q_len * longest <= MOST_READS and prepares_plans()
     ):
         return "several new tokens after a prefix"
-    if group.choice is None or not group.choice.has_kernel:
-        return group.blocks_reason
-    if _has_other_mask(params):
+    if group.has_kernel and _has_other_mask(params):
         return "the mask is more than causality and a window"
-    return _dtype_unsupported_reason(q, group, params) or _heads_unsupported_reason(group, params.heads(num_q_heads))
+    return group.unsupported_reason(params.heads(num_q_heads)) or _mismatch(q, group, params)
 
 
 def _has_other_mask(params: AttentionParams) -> bool:
@@ -339,13 +322,3 @@ def _has_other_mask(params: AttentionParams) -> bool:
 def _masks_otherwise(params: AttentionParams) -> bool:
     """Return whether several new tokens are masked by something else than causality and a window, or not at all."""
     return params.window is None and not isinstance(params.mask, str)
-
-
-def _heads_unsupported_reason(group: Group, heads: QueryHeads) -> str | None:
-    """Return why the decode kernel cannot serve such queries over the group's blocks, or None."""
-    try:
-        return group.unsupported[heads]
-    except KeyError:
-        assert group.geometry is not None
-        why = group.unsupported[heads] = kernel_unsupported_reason(group.geometry, group.block_size, heads)
-        return why

@@ -54,6 +54,7 @@ class Batch:
     Attributes:
         tokens: the new tokens in each group; after :meth:`begin_layer`, :meth:`tokens_of` or :meth:`begin_all`.
         behind: layers that have not written the reserved tokens.
+        attended: layers that have attended to what they have written, in a pack.
         positions: what :meth:`offsets` has made, by whether the layer is behind.
         unwritten: keys and values of layers that the first attention writes, while a step is traced.
 
@@ -88,7 +89,7 @@ class Batch:
         self.masks = KnownMasks()
         self.is_reserved = False
         self.behind: set[int] = set()
-        self._attended: set[int] = set()
+        self.attended: set[int] = set()
         self.positions: dict[bool, mx.array] = {}
         self.unwritten: dict[int, tuple[mx.array, mx.array]] = {}
         self._narrow_masks: dict[int, mx.array] = {}
@@ -96,11 +97,6 @@ class Batch:
     def __len__(self) -> int:
         """Return the number of rows that the model sees, one per token."""
         return self.num_tokens
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of all groups."""
-        return len(self.pool.places)
 
     def tokens_of(self, layer: int) -> NewTokens:
         """Return the new tokens in the layer's group, begun and checked once for all its layers."""
@@ -130,7 +126,7 @@ class Batch:
             self.pool.begin(group, tokens)
         self.behind.remove(layer)
         if self.is_pack and attends:
-            self._attended.add(layer)
+            self.attended.add(layer)
         return tokens
 
     def begin_all(self) -> list[NewTokens]:
@@ -139,10 +135,10 @@ class Batch:
         Raises:
             BlockStateError: a layer has written them already.
         """
-        if len(self.behind) < self.num_layers:
+        if len(self.behind) < len(self.pool.places):
             raise BlockStateError("a layer writes without reserved positions")
         self.behind.clear()
-        self._attended.update(self.pool.places)
+        self.attended.update(self.pool.places)
         for group, tokens in zip(self.pool.groups, self.tokens, strict=True):
             self.pool.begin(group, tokens)
         return self.tokens
@@ -150,13 +146,9 @@ class Batch:
     def undo_begin(self) -> None:
         """Undo :meth:`begin_all`. The positions stay reserved, and the layers can write them again."""
         self.behind = set(self.pool.places)
-        self._attended.clear()
+        self.attended.clear()
 
     # Reserving ------------------------------------------------------------------------------------------------
-
-    def is_level(self) -> bool:
-        """Return whether every layer has written the reserved tokens."""
-        return not self.behind
 
     def reserve(self) -> None:
         """Reserve the new tokens of every sequence.
@@ -167,7 +159,7 @@ class Batch:
         """
         if self.behind:
             raise BlockStateError("a layer has not written the tokens of the previous step")
-        self._attended.clear()
+        self.attended.clear()
         self.positions.clear()
         others: Sequence[int] = range(len(self.tables)) if self.is_pack else self.pool.append_token(self.tables)
         for place, index in enumerate(others):
@@ -191,10 +183,6 @@ class Batch:
         self.positions.clear()
         self.behind.clear()
 
-    def note_attended(self, layer: int) -> None:
-        """Record that a layer has attended to what it has written."""
-        self._attended.add(layer)
-
     def commit(self) -> None:
         """Check, after the call of a pack, that every layer has written its tokens and attended to them.
 
@@ -202,7 +190,7 @@ class Batch:
             NotPackableError: one has not.
         """
         for layer in self.pool.places:
-            if layer in self.behind or (self.is_pack and layer not in self._attended):
+            if layer in self.behind or (self.is_pack and layer not in self.attended):
                 raise NotPackableError(f"layer {layer} does not write its tokens, or does not attend to them")
 
     # What layers see ------------------------------------------------------------------------------------------

@@ -275,7 +275,6 @@ class PackedKV(LazyKV):
         self.layer = layer
         self._is_new = is_new
         self._rows = weakref.ref(batch)
-        self._pool = weakref.ref(batch.pool)
 
     def can_attend(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Return True. Raises NotPackableError for other queries or masks, as nothing else can use the arrays."""
@@ -292,7 +291,7 @@ class PackedKV(LazyKV):
         assert isinstance(batch, Batch)
         params = known_mask(batch, params)
         new = (keys, values) if self._is_new else None
-        batch.note_attended(layer)
+        batch.attended.add(layer)
         index, position = batch.pool.places[layer]
         group, tokens = batch.pool.groups[index], batch.tokens_of(layer)
         append = batch.unwritten.pop(layer, None)

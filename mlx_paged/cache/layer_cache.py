@@ -53,9 +53,9 @@ class LayerCache:
         Raises:
             GeometryError, PoolExhaustedError, KernelUnavailableError: before anything is changed.
         """
-        geometry = self.group.geometry
-        if geometry is not None and not keys.dtype == values.dtype == geometry.dtype:
-            keys, values = self.group.fitted(keys, values)
+        geometry, dtype = self.group.geometry, keys.dtype
+        if geometry is not None and dtype == values.dtype != geometry.dtype and mx.issubdtype(dtype, mx.floating):
+            keys, values = keys.astype(geometry.dtype), values.astype(geometry.dtype)  # as mlx-lm's caches do
         self.pool.set_geometry(self.layer, keys, values, batch=batch, heads=heads)
         return keys, values
 
@@ -102,21 +102,19 @@ class LazyKV:
         fences: tuple[mx.array, mx.array] | None = None,
         read: mx.array | None = None,
     ) -> None:
-        pool = rows.pool
         self.layer = layer
         self._rows = weakref.ref(rows)
-        self._pool = weakref.ref(pool)
         self._fences = fences
         self._read = read
         self._batched = isinstance(rows, Batch)  # masked by their own lengths: only a mask's window matters
-        self._epoch = pool.group_of(layer).epoch
+        self._epoch = rows.pool.group_of(layer).epoch
 
     @property
     def pool(self) -> BlockPool:
         """Pool of the blocks; read it only if :meth:`can_attend` returns True."""
-        pool = self._pool()
-        assert pool is not None
-        return pool
+        rows = self._rows()
+        assert rows is not None
+        return rows.pool
 
     def can_attend(self, queries: mx.array, mask: mx.array | str | None) -> bool:
         """Return whether :meth:`attend` gives what attention over the arrays would."""

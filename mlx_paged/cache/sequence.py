@@ -62,11 +62,6 @@ class SequenceTables:
         self._tokens: dict[tuple[int, bool], NewTokens] = {}
 
     @property
-    def num_layers(self) -> int:
-        """Number of layers of all groups."""
-        return len(self.pool.places)
-
-    @property
     def length(self) -> int:
         """Number of tokens that all layers have seen."""
         return self.table.length - max(self._behind.values(), default=0)
@@ -119,7 +114,7 @@ class SequenceTables:
             BlockStateError: some layers have written it already, or more positions are reserved.
         """
         self.reserve(1)
-        if len(self._behind) < self.num_layers or any(count != 1 for count in self._behind.values()):
+        if len(self._behind) < len(self.pool.places) or any(count != 1 for count in self._behind.values()):
             raise BlockStateError(f"a step must have one reserved token in each layer, got {self._behind}")
         self._behind.clear()
         return [self.latest_tokens(group, 1) for group in range(len(self.pool.groups))]
@@ -158,7 +153,7 @@ class SequenceTables:
             )
         self.pool.check_trim(self.table, self.table.length - num_tokens)
         self._behind[layer] = num_tokens
-        if len(self._behind) == self.num_layers:
+        if len(self._behind) == len(self.pool.places):
             self.cut(num_tokens)
 
     def load(self, layer: int, length: int, start: int) -> None:

@@ -30,33 +30,6 @@ from ..kv.device_blocks import DeviceBlocks
 from ..kv.new_tokens import rounded_up, table_width
 from ..kv.pool import BlockPool
 
-
-def parts_of(caches: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
-    """Return a model's paged caches, and those that hold states. None if one cannot be an input of a compiled step: a
-    state is missing or padded, or a cache is of another kind."""
-    paged: list[Any] = []
-    states: list[Any] = []
-    for cache in leaves(caches):
-        if isinstance(cache, LayerCache):
-            paged.append(cache)
-            continue
-        arrays = getattr(cache, "cache", None)
-        if not isinstance(arrays, list) or any(x is None for x in arrays):
-            return None
-        if cache.left_padding is not None or cache.lengths is not None:
-            return None
-        states.append(cache)
-    return paged, states
-
-
-def rows_of(caches: Sequence[Any]) -> Batch | SequenceTables | None:
-    """Return the rows of these paged caches; None unless all have the same rows and they cover the pool's layers."""
-    rows: Batch | SequenceTables | None = caches[0].rows if caches else None
-    if rows is None or len(caches) != rows.num_layers or any(cache.rows is not rows for cache in caches):
-        return None
-    return rows
-
-
 # Takes the model, tokens [B, 1] and, as keyword, the `cache` of its layers; returns logits [B, 1, vocab].
 Forward = Callable[..., mx.array]
 
@@ -66,9 +39,7 @@ MOST_FAILURES = 3
 # shapes occur only once while prompts join or requests finish. Packs (verifications of drafts) are traced at once:
 # their time decides whether drafts pay.
 PATIENCE = 4
-MOST_TRACES = 256  # kept, least recently used ones dropped; counts of uncompiled shapes restart at as many shapes
-# Sizes of a pool whose traces are kept. Tensors go with the last sequence, and the next one needs one of a few sizes.
-KEPT_SIZES = 4
+MOST_TRACES = 64  # kept, least recently used ones dropped; counts of uncompiled shapes restart at as many shapes
 compile_function: Callable[[Any], Any] = mx.compile
 
 
@@ -158,12 +129,14 @@ class StepShapes(NamedTuple):
         widths: width of each group's block tables, in blocks.
         is_pack: several rows may be tokens of one sequence.
         items: number of work items of each group whose rows read common blocks together; empty if there are none.
+        num_blocks: number of each group's blocks.
     """
 
     num_rows: int
     widths: tuple[int, ...]
     is_pack: bool = False
     items: tuple[int, ...] = ()
+    num_blocks: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -206,8 +179,7 @@ class CompiledStep:
     and ran in the kernel in its last step. States are inputs and outputs of the function. Weights are its constants: as
     inputs, the host would handle each of them in each step. Weights and structure of the model are compared before
     every step (:class:`ModelState`); if something has changed, all traces are dropped and that step runs uncompiled. A
-    trace holds megabytes and serves only the size of the pool it was made for: those for the latest :data:`KEPT_SIZES`
-    sizes are kept.
+    trace holds megabytes; the latest :data:`MOST_TRACES` are kept.
 
     Args:
         pool: pool of the caches.
@@ -231,9 +203,6 @@ class CompiledStep:
         self._traces = 0  # made so far
         # By shapes, most recently used last. One function each: MLX compares a call with all traces of a function.
         self._functions: OrderedDict[StepShapes, Callable[..., Any]] = OrderedDict()
-        # The same for each size of the pool, a number of blocks per group: a trace serves only one.
-        self._of_sizes: OrderedDict[tuple[int, ...], OrderedDict[StepShapes, Callable[..., Any]]] = OrderedDict()
-        self._size: tuple[int, ...] = ()
         self._uncompiled: Counter[StepShapes] = Counter()
 
     def __call__(self, model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
@@ -259,7 +228,7 @@ class CompiledStep:
         pool = rows.pool
         if not all(group.in_place and group.blocks for group in pool.groups):
             return None
-        blocks = [pool.groups[cache.group_index].device(cache.position) for cache in parts[0]]
+        blocks = [cache.group.device(cache.position) for cache in parts[0]]
         if not all(own.decoded_by_kernel for own in blocks):
             return None
         pool.lock.use()
@@ -271,18 +240,32 @@ class CompiledStep:
         return logits
 
     def _parts_of(self, caches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]] | None:
-        """Return :func:`parts_of` the caches; None if the paged ones do not share rows that cover the pool's layers.
+        """Return a model's paged caches, and those that hold states. None if one cannot be an input of a compiled step
+        (a state is missing or padded, or a cache is of another kind), or if the paged ones do not share rows that cover
+        the pool's layers.
 
         A cache never changes its rows, so the last step's caches are not checked again if all are paged.
         """
         if [cache() for cache in self._paged] == caches:
             return caches, ()
-        parts = parts_of(caches)
-        if parts is None or rows_of(parts[0]) is None:
+        states = []
+        paged = []
+        for cache in leaves(caches):
+            if isinstance(cache, LayerCache):
+                paged.append(cache)
+                continue
+            arrays = getattr(cache, "cache", None)
+            if not isinstance(arrays, list) or any(x is None for x in arrays):
+                return None
+            if cache.left_padding is not None or cache.lengths is not None:
+                return None
+            states.append(cache)
+        rows = paged[0].rows if paged else None
+        if rows is None or len(paged) != len(rows.pool.places) or any(cache.rows is not rows for cache in paged):
             return None
-        if parts[0] == list(caches):  # none is composite
+        if paged == list(caches):  # none is composite
             self._paged = list(map(weakref.ref, caches))
-        return parts
+        return paged, states
 
     def _compiled(
         self,
@@ -307,7 +290,7 @@ class CompiledStep:
             ]
             if any(own is not None for own in items):
                 shapes = shapes._replace(items=tuple(0 if own is None else len(own) for own in items))
-            self._use_size(pool)
+            shapes = shapes._replace(num_blocks=tuple([group.allocator.num_blocks for group in pool.groups]))
             function = self._function_for(shapes)
             if function is None or not self._knows(model):
                 rows.undo_begin()
@@ -354,18 +337,8 @@ class CompiledStep:
     def retrace(self) -> None:
         """Drop all traces, and the arrays in them; steps are traced again."""
         self._state = None
-        self._of_sizes.clear()
-        self._of_sizes[self._size] = self._functions = OrderedDict()
+        self._functions.clear()
         self._uncompiled.clear()
-
-    def _use_size(self, pool: BlockPool) -> None:
-        """Use the traces for the pool's present size, and drop those for sizes that it had long ago."""
-        size = tuple([group.allocator.num_blocks for group in pool.groups])
-        if size != self._size:
-            self._size, self._functions = size, self._of_sizes.setdefault(size, OrderedDict())
-            self._of_sizes.move_to_end(size)
-            if len(self._of_sizes) > KEPT_SIZES:
-                self._of_sizes.popitem(last=False)
 
     def _function_for(self, shapes: StepShapes) -> Callable[..., Any] | None:
         """Return the compiled function of these shapes; None if the step has to run uncompiled, as they have not come

@@ -294,7 +294,7 @@ class Scheduler:
         if chunks and num_tokens > left:
             return True
         while not self.memory.fits([*self._alive([*decode, *chunks]), (request, num_tokens)]):
-            if self._make_room(request, self.running) or self.preempt_for(request):
+            if self._preempt_one_of(request, self.running) or self.preempt_for(request):
                 continue
             if self.running == [request]:
                 self._fail(request, num_tokens, failed)
@@ -317,19 +317,19 @@ class Scheduler:
 
     def _admit(self, request: Request, failed: list[tuple[Request, int]]) -> bool:
         """Start a waiting request if its prompt and one more token fit beside what running ones need to go on, or if
-        others make room for it (:meth:`_make_room`). Returns whether it started."""
+        others make room for it (:meth:`_preempt_one_of`). Returns whether it started."""
         prefilling = [each for each in self.running if not each.is_prefilled]
         if request in self._preempted or (self.running and not self.admits):
             return False
-        if len(prefilling) >= self.max_prefilling and not self._make_room(request, prefilling):
+        if len(prefilling) >= self.max_prefilling and not self._preempt_one_of(request, prefilling):
             return False
-        if len(self.running) >= self.max_running and not self._make_room(request, self.running):
+        if len(self.running) >= self.max_running and not self._preempt_one_of(request, self.running):
             return False
         num_tokens = request.prefill_end - request.length + 1
         while not self.memory.fits([*self._growth_ahead(), (request, num_tokens)]):
             if not self.running:
                 self._fail(request, num_tokens, failed)
-            if not self._make_room(request, self.running):
+            if not self._preempt_one_of(request, self.running):
                 return False
         if not self.memory.admit(request):
             return False
@@ -342,7 +342,7 @@ class Scheduler:
         """Return the tokens that running requests must be able to grow by when another one is admitted."""
         return [(each, max(each.prefill_end - each.length + 1, self.headroom)) for each in self.running]
 
-    def _make_room(self, request: Request, running: Sequence[Request]) -> bool:
+    def _preempt_one_of(self, request: Request, running: Sequence[Request]) -> bool:
         """Preempt one of ``running`` for a request: the last one if its priority number is larger; else the last one of
         the client that runs the most of the request's priority, if that is at least two more than the request's client
         runs. Returns whether one was preempted."""

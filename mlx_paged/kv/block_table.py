@@ -25,7 +25,6 @@ class BlockTable:
 
     __slots__ = (
         "__weakref__",
-        "_consecutive",
         "block_ids",
         "block_size",
         "indices",
@@ -45,8 +44,6 @@ class BlockTable:
         self.owner: object | None = None
         self.versions = [0] * num_groups
         self.indices: list[dict[Any, Any]] = [{} for _ in range(num_groups)]
-        # Of each group: the latest blocks that were looked at, and whether their ids are consecutive.
-        self._consecutive = [(0, 0, False)] * num_groups
 
     def num_blocks(self, group: int) -> int:
         """Return the number of blocks held in a group, not counting null blocks."""
@@ -70,10 +67,10 @@ class BlockTable:
         blocks are not consecutive."""
         size, ids, start = self.block_size, self.block_ids[group], self.starts[group]
         first, last = start // size, -(-self.length // size)
-        known = self._consecutive[group]
-        if known[:2] != (first, last):
+        known = self.indices[group].get("run")  # the latest blocks that were looked at, and whether they are one
+        if known is None or known[:2] != (first, last):
             is_run = all(ids[i + 1] == ids[i] + 1 for i in range(first, last - 1))
-            known = self._consecutive[group] = first, last, is_run
+            known = self.indices[group]["run"] = first, last, is_run
         if not known[2]:
             return None
         before = (ids[first] - first) * size
@@ -83,7 +80,6 @@ class BlockTable:
         """Drop everything derived from a group's ``block_ids``; called whenever these change."""
         self.versions[group] += 1
         self.indices[group].clear()
-        self._consecutive[group] = 0, 0, False
 
     def __repr__(self) -> str:
         blocks = [self.num_blocks(group) for group in range(len(self.block_ids))]

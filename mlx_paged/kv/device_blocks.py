@@ -97,10 +97,9 @@ class DeviceBlocks:
         self.__fence = kernels.new_fence()
         self.counters = kernels.Counters()
         self.decoded_by_kernel = False
-        # Cuts of the kernel for common blocks: by query heads, of the latest decode, and those known to serve.
+        # Cuts of the kernel for common blocks, by query heads, and that of the latest decode.
         self._shared_cuts: dict[QueryHeads, SharedCut | None] = {}
         self._shared_cut: SharedCut | None = None
-        self._usable_cuts: set[SharedCut] = set()
 
     def _make(self, num_blocks: int) -> list[mx.array]:
         """Make new tensors, and return them: they are still to be computed."""
@@ -133,9 +132,9 @@ class DeviceBlocks:
     def _pace(self, tokens: NewTokens) -> None:
         """Start computing up to this layer's write of a prompt chunk if enough layers have been built since the last
         start (:data:`PACED_TOKENS`), and wait for the start before the last one."""
-        layers = max(1, PACED_TOKENS // tokens.num_tokens)
         fences = tokens.made.setdefault("fences", [])
         fences.append(self.__fence)
+        layers = max(1, PACED_TOKENS // tokens.num_tokens)
         if len(fences) % layers == 0:
             mx.async_eval(fences[-layers:])
             if len(fences) > 2 * layers:
@@ -208,14 +207,7 @@ class DeviceBlocks:
         """Return the items of the kernel for common blocks (:meth:`.new_tokens.NewTokens.items`), for queries
         like those of the latest decode step, or None. Checks the kernel the first time that there are items."""
         cut, items = self._shared_cut, tokens.items(self._shared_cut, window, shape)
-        if cut is None or items is None or cut in self._usable_cuts:
-            return items
-        if checked(cut.variant).ok:
-            self._usable_cuts.add(cut)
-            return items
-        self._shared_cut = None
-        self._shared_cuts = {heads: None if own == cut else own for heads, own in self._shared_cuts.items()}
-        return None
+        return items if cut is None or items is None or checked(cut.variant).ok else None
 
     def prefill(self, q: mx.array, tokens: NewTokens, params: AttentionParams) -> mx.array:
         """Run the prefill kernel over this layer's blocks, for new tokens, which are written.

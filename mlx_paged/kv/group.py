@@ -11,7 +11,14 @@ from ..errors import ConfigError, GeometryError
 from ..warn import warn_once
 from .allocator import NULL_BLOCK, BlockAllocator
 from .block_table import BlockTable
-from .blocks import Blocks, BlocksChoice, ChooseBlocks, host_blocks
+from .blocks import (
+    Blocks,
+    BlocksChoice,
+    ChooseBlocks,
+    host_blocks,
+    kernel_unsupported_reason,
+    prefill_unsupported_reason,
+)
 from .device_blocks import DeviceBlocks
 from .geometry import Geometry, PageFormat, QueryHeads, Window
 
@@ -119,17 +126,11 @@ class Group:
         self.page_format = page_format  # the format asked for
         self.dense_reason: str | None = None  # why pages are not quantised although a format was asked for
         self.resize_failed = False  # if the latest did, some layers' tensors may have more blocks than there are ids
-        # Why the decode kernel cannot serve queries with these heads, or None.
-        self.unsupported: dict[QueryHeads, str | None] = {}
-        # Likewise for the prefill kernel.
-        self.packs_unsupported: dict[QueryHeads, str | None] = {}
-        self.epoch = 0  # rises with each change of a table or of a reference count
+        # Why a kernel cannot serve queries with these heads, or None; by heads and whether it is the prefill kernel.
+        self.unsupported: dict[tuple[QueryHeads, bool], str | None] = {}
+        # Rises with each change of a table or of a reference count: what was derived from them is not used any more.
+        self.epoch = 0
         self._choose_blocks = choose_blocks
-
-    def touch(self) -> None:
-        """Note that a table of the group or a reference count has changed: what was derived from them is not used any
-        more."""
-        self.epoch += 1
 
     # Blocks of tables -----------------------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ class Group:
             ids[behind] = [NULL_BLOCK] * len(gone)
             table.forget_indices(self.index)
         table.starts[self.index] = start
-        self.touch()
+        self.epoch += 1
         return True
 
     def drop_blocks(self, table: BlockTable, keep: int) -> None:
@@ -161,7 +162,7 @@ class Group:
         self.allocator.release(ids[keep:])
         del ids[keep:]
         table.forget_indices(self.index)
-        self.touch()
+        self.epoch += 1
 
     def blocks_to_append(
         self, table: BlockTable | None, num_tokens: int, *, chunk: int | None = None, forked: bool = False
@@ -211,6 +212,23 @@ class Group:
     def bytes_reserved(self) -> int:
         """Bytes of the group's tensors."""
         return self.bytes_per_block * self.allocator.num_blocks if self.has_tensors else 0
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether kernels may attend over the blocks."""
+        return self.choice is not None and self.choice.has_kernel
+
+    def unsupported_reason(self, heads: QueryHeads, *, is_prefill: bool = False) -> str | None:
+        """Return why the decode kernel, or the prefill kernel, cannot serve such queries over the blocks, or None. The
+        first call self-checks it."""
+        if not self.has_kernel:
+            return self.blocks_reason
+        key = heads, is_prefill
+        if key not in self.unsupported:
+            find = prefill_unsupported_reason if is_prefill else kernel_unsupported_reason
+            assert self.geometry is not None
+            self.unsupported[key] = find(self.geometry, self.block_size, heads)
+        return self.unsupported[key]
 
     def validate(self, k: mx.array, v: mx.array, batch: int) -> Geometry:
         """Check k and v, and return their geometry.
@@ -291,7 +309,7 @@ class Group:
             blocks.drop()
         self.resize_failed = False
         self.allocator.clear()
-        self.touch()
+        self.epoch += 1
 
     def grow(self, num_blocks: int) -> None:
         """Grow every layer's tensors, one layer after the other, then make the ids known. If it fails, some tensors are
@@ -306,17 +324,7 @@ class Group:
         if had_tensors:
             mx.clear_cache()  # frees the old tensors
         self.allocator.grow(num_blocks)
-        self.touch()
-
-    # Keys and values; the caller holds the pool's lock ---------------------------------------------------------
-
-    def fitted(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """Return keys and values cast to the group's dtype, as mlx-lm's caches do; unchanged if that is not known yet,
-        or if :meth:`validate` will refuse them."""
-        geometry = self.geometry
-        if geometry is None or not mx.issubdtype(k.dtype, mx.floating) or k.dtype != v.dtype:
-            return k, v
-        return k.astype(geometry.dtype), v.astype(geometry.dtype)
+        self.epoch += 1
 
     def device(self, position: int) -> DeviceBlocks:
         """Return a layer's blocks, which are a GPU's (:attr:`in_place`)."""

@@ -105,7 +105,7 @@ class BlockPool:
     def retain(self, group: int, block_ids: Sequence[int]) -> None:
         """Add one reference to each block. Raises BlockStateError if one is free."""
         with self.lock:
-            self.groups[group].touch()
+            self.groups[group].epoch += 1
             self.groups[group].allocator.retain(block_ids)
 
     def release(self, group: int, block_ids: Sequence[int]) -> None:
@@ -171,7 +171,7 @@ class BlockPool:
         table.block_ids[group][first:] = blocks
         table.starts[group] = min(start, table.starts[group])
         table.forget_indices(group)
-        self.groups[group].touch()
+        self.groups[group].epoch += 1
 
     def check(self, table: BlockTable) -> None:
         """Raise BlockStateError if a table was released or belongs to another pool."""
@@ -203,7 +203,7 @@ class BlockPool:
             table.length += num_tokens
             self.appended_tokens += num_tokens
             for group in self.groups:
-                group.touch()
+                group.epoch += 1
 
     def _extend(self, table: BlockTable, num_tokens: int, references: Sequence[int]) -> None:
         """Add the blocks for the next tokens; copy tail blocks that have several references."""
@@ -282,6 +282,7 @@ class BlockPool:
         if group.allocator.refcount(shared) <= 1:
             return shared
         self.lock.use()
+        self.lock.compute_held()
         for blocks in group.blocks:
             blocks.copy([shared], [target])
         group.allocator.release([shared])
@@ -427,19 +428,18 @@ class BlockPool:
         with self.lock:
             self.lock.use()
             geometry = group.geometry
-            if stored and geometry is not None and geometry.format is not None:
+            if not (stored and geometry is not None and geometry.format is not None):
+                group.validate(k, v, len(tables))
+            else:
                 heads, k_words, v_words, dtype, _ = geometry.stored
                 shape = (len(tables), heads, k.shape[2] if k.ndim == 4 else 0)
                 if (k.shape, v.shape) != ((*shape, k_words), (*shape, v_words)) or {k.dtype, v.dtype} != {dtype}:
                     raise GeometryError(
                         f"rows of {k.dtype} {k.shape} and {v.dtype} {v.shape} do not match pages of {geometry}"
                     )
-            else:
-                group.validate(k, v, len(tables))
             tokens = self.tokens_of(layer, tables, k.shape[2])
             if geometry is None:
                 self.set_geometry(layer, k, v, batch=len(tables))
-                self.begin(group, tokens)
             group.blocks[self.places[layer][1]].write(tokens, k, v, stored=stored)
 
     def write_prefill(self, table: BlockTable, layer: int, k: mx.array, v: mx.array) -> None:

@@ -296,5 +296,5 @@ def _sequences(caches: Sequence[Any]) -> list[SequenceTables]:
     for cache in parts:
         if not sequences or cache.sequence is not sequences[-1]:
             sequences.append(cache.sequence)
-    expected = [(id(s), layer) for s in sequences for layer in range(s.num_layers)]
+    expected = [(id(s), layer) for s in sequences for layer in range(len(s.pool.places))]
     return sequences if [(id(c.sequence), c.layer) for c in parts] == expected else []

@@ -20,7 +20,7 @@ from mlx_paged.cache.paged_kv_cache import PagedKVCache
 from mlx_paged.cache.sequence import SequenceTables
 from mlx_paged.errors import GeometryError
 from mlx_paged.kernels import availability
-from mlx_paged.kv import blocks
+from mlx_paged.kv import blocks, group
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.blocks import blocks_choice
 from mlx_paged.kv.geometry import AttentionParams, Window
@@ -250,7 +250,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernels]:
     """Stand-ins for the kernels, and Metal's choice of attention for prompts."""
     with fake_kernels() as fake:
         monkeypatch.setattr(availability, "on_metal", lambda: True)
-        monkeypatch.setattr(dispatch, "prefill_unsupported_reason", blocks.prefill_unsupported_reason)
+        monkeypatch.setattr(group, "prefill_unsupported_reason", blocks.prefill_unsupported_reason)
         yield fake
         monkeypatch.undo()
 

@@ -213,6 +213,15 @@ def test_a_refused_update_changes_nothing(bad: Callable[..., tuple[mx.array, mx.
     assert_same(paged.update_and_fetch(k, v), dense.update_and_fetch(k, v))
 
 
+def test_later_keys_are_cast_to_the_dtype_of_the_first() -> None:
+    pool = BlockPool([LayerGroup((0,))], block_size=4)
+    cache = PagedLayerCache(SequenceTables(pool), 0)
+    cache.update_and_fetch(*kv(0, 3, mx.bfloat16))
+    keys, values = cache.update_and_fetch(*kv(1, 2))
+    assert keys.dtype == values.dtype == mx.bfloat16
+    assert mx.array_equal(keys[:, :, 3:], kv(1, 2)[0].astype(mx.bfloat16))
+
+
 @pytest.mark.parametrize(("chunks", "n"), [((1,) * 10, 1), ((12,), 2), ((4, 1, 1, 1, 9), 6)])
 def test_a_trimmed_window_turns_into_a_dense_cache_of_the_same_tokens(chunks: tuple[int, ...], n: int) -> None:
     pool = BlockPool([LayerGroup((0,), 5)], block_size=4)

@@ -12,7 +12,6 @@ from mlx_paged.kv import device_blocks
 from mlx_paged.kv.blocks import blocks_choice
 from mlx_paged.kv.device_blocks import PACED_TOKENS
 from mlx_paged.kv.group import LayerGroup
-from mlx_paged.kv.new_tokens import NewTokens
 from mlx_paged.kv.pool import BlockPool
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.twins import HEADS, KD, SIZE, Twin
@@ -60,26 +59,25 @@ def test_prompt_chunks_are_computed_a_few_layers_at_a_time(tmp_path: Path) -> No
 
     layers = range(6)
     pool = BlockPool([LayerGroup(tuple(layers))], block_size=SIZE, choose_blocks=blocks_choice(True))
-    table, group = pool.new_table(), pool.groups[0]
-    pool.append_tokens(table, 1)
-    pool.write_prefill(table, 0, *[mx.zeros((1, HEADS, 1, KD))] * 2)  # makes the blocks
+    table = pool.new_table()
     for num_tokens, together in ((PACED_TOKENS, 1), (PACED_TOKENS // 4, 4)):
         pool.append_tokens(table, num_tokens)
-        tokens = NewTokens([table], [num_tokens])
         x = mx.zeros((1, HEADS, num_tokens, KD))
         pending = []
         with pool.lock:  # as in a model's call; its end computes everything
-            pool.begin(group, tokens)
+            pool.lock.use()
+            pool.set_geometry(0, x, x, batch=1)
+            tokens = pool.tokens_of(0, [table], num_tokens)
             for layer in layers:
                 for _ in range(10):
                     x = x + 1
-                group.blocks[layer].write(tokens, x, x)
+                pool.blocks_of(layer).write(tokens, x, x)
                 pending.append([num_nodes(*pool.ready(earlier)) > 0 for earlier in layers[: layer + 1]])
         for layer in layers:
             started = (layer + 1) // together * together
             assert pending[layer] == [earlier >= started for earlier in range(layer + 1)]
     keys, _ = pool.gather_visible(table, 5)
-    assert mx.array_equal(keys[0, 0, 1:, 0], mx.full((PACED_TOKENS + PACED_TOKENS // 4,), 60.0)).item()
+    assert mx.array_equal(keys[0, 0, :, 0], mx.full((PACED_TOKENS + PACED_TOKENS // 4,), 60.0)).item()
 
 
 def test_every_kernel_is_called_with_the_latest_fence() -> None:

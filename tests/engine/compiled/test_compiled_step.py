@@ -89,7 +89,7 @@ def test_traces_of_an_earlier_pool_size_are_dropped(monkeypatch: pytest.MonkeyPa
         return compiled
 
     monkeypatch.setattr(compiled_step, "PATIENCE", 0)
-    monkeypatch.setattr(compiled_step, "KEPT_SIZES", 1)
+    monkeypatch.setattr(compiled_step, "MOST_TRACES", 1)
     model = build("llama", head_dim=64)
     with traceable_kernels(), monkeypatch.context() as patch:
         patch.setattr(compiled_step, "compile_function", keep)

@@ -120,17 +120,6 @@ def test_growth_is_geometric_stays_within_the_budget_and_uses_all_of_it() -> Non
         pool.append_tokens(table, 1)
 
 
-def test_fitted_casts_floats_to_the_dtype_of_the_group() -> None:
-    pool = pool_of()
-    layer = pool.groups[0]
-    k, v = kv(0, 1)
-    assert layer.fitted(k, v) == (k, v), "the group has no dtype yet"
-    pool.set_geometry(0, k.astype(mx.bfloat16), v.astype(mx.bfloat16), batch=1)
-    assert [x.dtype for x in layer.fitted(k, v)] == [mx.bfloat16, mx.bfloat16]
-    whole = k.astype(mx.int32), v.astype(mx.int32)
-    assert layer.fitted(*whole) == whole
-
-
 def test_stats_count_blocks_and_bytes() -> None:
     pool = BlockPool([LayerGroup((0, 1)), LayerGroup((2,), 8, "window")], block_size=4, memory_budget=1 << 20)
     assert {name: n for name, n in pool.stats().as_dict().items() if n} == {"block_size": 4, "budget_bytes": 1 << 20}

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_paged import config
-from mlx_paged.attention import dispatch, gather
+from mlx_paged.attention import gather
 from mlx_paged.attention.gather import causal_mask
 from mlx_paged.cuda import narrow_matmul
 from mlx_paged.cuda.narrow_matmul import PackedWeight
@@ -22,7 +22,7 @@ from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import availability, nvidia
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
-from mlx_paged.kv import blocks, device_blocks
+from mlx_paged.kv import blocks, device_blocks, group
 from mlx_paged.kv.geometry import AttentionParams, Geometry, QueryHeads, Window
 from tests.support.kernels.quantized_pages import pages_of, rows_of
 
@@ -300,8 +300,8 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(compiled_step, "compile_function", lambda function: function),
         mock.patch.object(config, "device_unsupported_reason", lambda: None),
         mock.patch.object(blocks, "kernel_unsupported_reason", decline),
-        mock.patch.object(dispatch, "kernel_unsupported_reason", decline),
-        mock.patch.object(dispatch, "prefill_unsupported_reason", decline),
+        mock.patch.object(group, "kernel_unsupported_reason", decline),
+        mock.patch.object(group, "prefill_unsupported_reason", decline),
         mock.patch.object(device_blocks, "prepare_prefill", fake.prepare_prefill),
         mock.patch.object(narrow_matmul, "passes_check", lambda body, dtype, *choice: dtype in narrow_matmul.DTYPES),
         mock.patch.object(nvidia, "has_cuda", lambda: True),
