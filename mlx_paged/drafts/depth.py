@@ -108,12 +108,10 @@ class _Times:
     Attributes:
         wait: plain steps between the last trial and the next one.
         left: plain steps until the next trial.
-        rests: drafts could not be verified, so they wait for the next trial.
     """
 
     def __init__(self) -> None:
         self.wait = self.left = FIRST_TRIAL
-        self.rests = False
         # Number of drafts and time of a step, in plain steps, by bit length of the number.
         self._known: dict[int, tuple[_Average, _Average]] = {}
         self._points = [(0.0, 1.0)]  # both, ascending
@@ -153,7 +151,7 @@ class _Times:
     def may_pay(self, num_rows: int) -> bool:
         """Return whether drafts would pay in a batch of ``num_rows`` if all of them were right."""
         numbers = [*(round(drafts) for drafts, _ in self._points[1:]), 2 * self.largest]
-        return not self.rests and any(self.of(drafts) < 1 + drafts / num_rows for drafts in numbers)
+        return any(self.of(drafts) < 1 + drafts / num_rows for drafts in numbers)
 
 
 class Depth:
@@ -222,8 +220,8 @@ class Depth:
         elif is_measured and not step.before and step.accepted is not None:
             self._first = step, seconds
         else:
-            if step.accepted is None:  # such as for lack of blocks
-                times.rests, times.left = True, times.wait
+            if step.accepted is None:  # such as for lack of blocks: nothing is known to pay until the next trial
+                self._times[step.num_rows.bit_length()] = _Times()
             elif is_measured:
                 times.note(step, seconds, plain.value)
             elif step.is_new and step.is_trial:
@@ -268,7 +266,7 @@ class Depth:
             return [0] * len(rows)
         times = self._times_of(num_rows)
         rate, counts = _best(rows, num_rows, times)
-        self.pays = rate > 1 and times.largest > 0 and not times.rests
+        self.pays = rate > 1 and times.largest > 0
         if self.pays:
             ready = [row._replace(chances=()) if row.missing else row for row in rows]
             _, now = _best(ready, num_rows, times)
@@ -278,7 +276,7 @@ class Depth:
             ]
         if times.left > 0 or self._last is None:
             return [0] * len(rows)
-        self._last.is_trial, times.rests = True, False
+        self._last.is_trial = True
         times.wait = times.left = min(2 * times.wait, MOST_BETWEEN)
         return _best(rows, num_rows, times, has_to_pay=False)[1]
 
