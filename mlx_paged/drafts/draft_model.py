@@ -256,7 +256,7 @@ class DraftModel:
                 self.remove([row])
                 continue
             own.end += count
-        self.depth.note_prompt(self.depth.clock() - begin, CHUNK - left)
+        self.depth.note_prompt(self.depth.clock() - begin)
 
     def _draft(self, rows: Sequence[Request], chosen: dict[int, int], inputs: mx.array, vocab_size: int) -> Proposal:
         drafted, depth = [rows[index] for index in chosen], max(chosen.values())
