@@ -20,7 +20,7 @@ MEASURE_EVERY = 256  # steps with drafts after which a plain step is timed again
 # Plain steps before the first trial of drafts, and most plain steps between two trials. A trial of one draft of each
 # row costs 1 to 2.5 plain steps.
 FIRST_TRIAL, MOST_BETWEEN = 48, 384
-# Assumed time of a prompt token in a draft model until it is measured, in plain steps: on a GPU, and on a CPU.
+# Assumed time of a prompt token in a draft model, in plain steps: on a GPU, and on a CPU.
 PROMPT_PRICE, CPU_PROMPT_PRICE = 1 / 256, 1 / 8
 TRIAL_CONTEXT = 16  # last tokens of a row that a trial computes where more are missing
 
@@ -108,12 +108,10 @@ class _Times:
     Attributes:
         wait: plain steps between the last trial and the next one.
         left: plain steps until the next trial.
-        rests: drafts could not be verified, so they wait for the next trial.
     """
 
     def __init__(self) -> None:
         self.wait = self.left = FIRST_TRIAL
-        self.rests = False
         # Number of drafts and time of a step, in plain steps, by bit length of the number.
         self._known: dict[int, tuple[_Average, _Average]] = {}
         self._points = [(0.0, 1.0)]  # both, ascending
@@ -153,7 +151,7 @@ class _Times:
     def may_pay(self, num_rows: int) -> bool:
         """Return whether drafts would pay in a batch of ``num_rows`` if all of them were right."""
         numbers = [*(round(drafts) for drafts, _ in self._points[1:]), 2 * self.largest]
-        return not self.rests and any(self.of(drafts) < 1 + drafts / num_rows for drafts in numbers)
+        return any(self.of(drafts) < 1 + drafts / num_rows for drafts in numbers)
 
 
 class Depth:
@@ -167,7 +165,7 @@ class Depth:
 
     Args:
         clock: returns seconds; times the steps.
-        prompt_price: assumed time of a prompt token until it is measured, in plain steps.
+        prompt_price: assumed time of a prompt token, in plain steps.
 
     Attributes:
         acceptance: acceptance of all rows' drafts.
@@ -183,7 +181,6 @@ class Depth:
         self.caller = 0
         self.clock = clock
         self._prompt_price = prompt_price
-        self._prompts = (0.0, 0.0)  # seconds and tokens of prompts, the latest weighted most
         self._plain: dict[int, _Average] = {}  # seconds of a plain step, by number of rows
         self._times: dict[int, _Times] = {}  # by bit length of the number of rows
         self._last: _Step | None = None
@@ -222,8 +219,8 @@ class Depth:
         elif is_measured and not step.before and step.accepted is not None:
             self._first = step, seconds
         else:
-            if step.accepted is None:  # such as for lack of blocks
-                times.rests, times.left = True, times.wait
+            if step.accepted is None:  # such as for lack of blocks: nothing is known to pay until the next trial
+                self._times[step.num_rows.bit_length()] = _Times()
             elif is_measured:
                 times.note(step, seconds, plain.value)
             elif step.is_new and step.is_trial:
@@ -238,9 +235,8 @@ class Depth:
         times.wait = min(max(FIRST_TRIAL, times.wait - round(FIRST_TRIAL * gain)), MOST_BETWEEN)
         times.left = min(times.left, times.wait)
 
-    def note_prompt(self, seconds: float, tokens: int) -> None:
-        """Note the time of prompt tokens that were computed for drafts in the current step."""
-        self._prompts = (self._prompts[0] * 0.75 + seconds, self._prompts[1] * 0.75 + tokens)
+    def note_prompt(self, seconds: float) -> None:
+        """Note the time of prompts that were computed for drafts in the current step."""
         self.seconds_saved -= seconds
         if self._last is not None:
             self._last.began += seconds  # not part of the step's time
@@ -267,26 +263,19 @@ class Depth:
         if not rows or not self.may_choose(num_rows):
             return [0] * len(rows)
         times = self._times_of(num_rows)
-        rate, counts = _best(rows, num_rows, times)
-        self.pays = rate > 1 and times.largest > 0 and not times.rests
+        rate, _ = _best(rows, num_rows, times)
+        self.pays = rate > 1 and times.largest > 0
         if self.pays:
-            ready = [row._replace(chances=()) if row.missing else row for row in rows]
-            _, now = _best(ready, num_rows, times)
-            return [
-                count if row.missing and self._is_worth(row, rate, num_rows) else own
-                for row, count, own in zip(rows, counts, now, strict=True)
-            ]
+            # A row's missing tokens must not take longer than the drafts of its remaining ones save.
+            saved = (1 - 1 / rate) / num_rows
+            worth = [row.missing * self._prompt_price < row.left * saved for row in rows]
+            ready = [row if own else row._replace(chances=()) for row, own in zip(rows, worth, strict=True)]
+            return _best(ready, num_rows, times)[1]
         if times.left > 0 or self._last is None:
             return [0] * len(rows)
-        self._last.is_trial, times.rests = True, False
+        self._last.is_trial = True
         times.wait = times.left = min(2 * times.wait, MOST_BETWEEN)
         return _best(rows, num_rows, times, has_to_pay=False)[1]
-
-    def _is_worth(self, row: Candidate, rate: float, num_rows: int) -> bool:
-        """Return whether the drafts of a row's remaining tokens save more than its missing tokens take."""
-        plain, (seconds, tokens) = self._plain[num_rows].value, self._prompts
-        price = seconds / tokens if tokens else self._prompt_price * plain
-        return row.missing * price < row.left * plain * (1 - 1 / rate) / num_rows
 
     def note_proposed(self, num_drafts: int) -> None:
         """Note the number of drafts, of all rows, that are computed in the current step."""

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cache.batch import Batch, NoBlocksError
-from ..cache.batch_cache import PagedBatchKVCache
-from ..cache.composites import leaves, with_leaves
+from ..cache.batch import NoBlocksError
+from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.sequence import SequenceTables
 from ..engine.interfaces import MOST_TOKENS, Proposal, most_drafts, num_known
+from ..engine.model_call import ModelCall
 from ..engine.request import Request, sequence_of
 from ..errors import ConfigError, PoolExhaustedError
 from ..kv.pool import BlockPool
@@ -207,10 +207,25 @@ class DraftModel:
         """
         return self.model(tokens, cache=layers), None
 
-    def _reserve(self, tables: Batch, rows: Sequence[Request]) -> None:
-        """Reserve positions. If a row finds no block, it gets no more drafts, and NoBlocksError is raised."""
+    def _run(
+        self,
+        call: ModelCall,
+        rows: Sequence[Request],
+        tokens: mx.array,
+        spans: Sequence[Span] = (),
+        before: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array | None]:
+        """Return logits ``[T, vocab]`` of a call's tokens ``[T]``, and ``before`` for the next call. If a row finds no
+        block, it gets no more drafts, and NoBlocksError is raised."""
+        after: mx.array | None = None
+
+        def forward(tokens: mx.array, cache: list[Any]) -> mx.array:
+            nonlocal after
+            logits, after = self.forward(tokens, cache, spans, before)
+            return logits
+
         try:
-            tables.reserve()
+            return call.run(forward, tokens), after
         except NoBlocksError as lack:
             self.remove([rows[lack.row]])
             raise
@@ -241,35 +256,31 @@ class DraftModel:
                 self.remove([row])
                 continue
             own.end += count
-        self.depth.note_prompt(self.depth.clock() - begin, CHUNK - left)
+        self.depth.note_prompt(self.depth.clock() - begin)
 
     def _draft(self, rows: Sequence[Request], chosen: dict[int, int], inputs: mx.array, vocab_size: int) -> Proposal:
-        own = [self.rows[rows[index]] for index in chosen]
-        indices, depth = list(chosen), max(chosen.values())
+        drafted, depth = [rows[index] for index in chosen], max(chosen.values())
         self.depth.note_proposed(sum(chosen.values()))
-        logits, before = self._first_step(rows, indices, inputs)
-        sequences = [each.sequence for each in own]
-        forks: list[SequenceTables] = []
+        logits, before = self._first_step(rows, list(chosen), inputs)
+        own = [self.rows[row] for row in drafted]
+        forks: list[DraftRow] = []
         found: list[mx.array] = []
         try:
             if self._forks and depth > 1:
-                sequences = forks = [copy.deepcopy(sequence) for sequence in sequences]
-            tables = Batch(self.pool, sequences)
-            layers = self._layers(own[0], tables)
+                own = forks = [DraftRow(copy.deepcopy(each.caches), each.acceptance) for each in own]
+            call = ModelCall(own)
             for ahead in range(1, depth + 1):
                 tokens = mx.argmax(logits[:, :vocab_size], axis=-1)
                 found.append(tokens)
                 if ahead == depth:
                     break
-                self._reserve(tables, [rows[index] for index in indices])
+                logits, before = self._run(call, drafted, tokens, before=before)
                 if not forks:
-                    self._num_drafted = {rows[index]: ahead for index in indices}
-                logits, before = self.forward(tokens[:, None], layers, before=before)
-                logits = logits[:, -1, :]
+                    self._num_drafted = dict.fromkeys(drafted, ahead)
             mx.async_eval(found)
         finally:
             for fork in forks:
-                self.pool.release_table(fork.table)
+                fork.release()
         counts = [chosen.get(index, 0) for index in range(len(rows))]
         if len(set(chosen.values())) == 1:
             return Proposal(counts, mx.stack(found, axis=1).reshape(-1))
@@ -294,29 +305,15 @@ class DraftModel:
             tokens = mx.array(flat, mx.uint32)
             tokens[mx.array(ends)] = inputs[mx.array(indices)].astype(mx.uint32)
         counts = [end - begin for begin, end in zip([-1, *ends], ends, strict=False)]
-        tables = Batch(self.pool, [each.sequence for each in own], counts, as_rows=True)
-        self._reserve(tables, [rows[index] for index in indices])
-        spans = [
-            Span(rows[index], each.end, each.end + count)
-            for index, each, count in zip(indices, own, counts, strict=True)
-        ]
-        try:
-            logits, after = self.forward(tokens[:, None], self._layers(own[0], tables), spans)
-            logits = logits[:, -1, :]
-            tables.commit()
-        except Exception:
-            tables.undo_reserve()
-            raise
+        drafted = [rows[index] for index in indices]
+        spans = [Span(row, each.end, each.end + n) for row, each, n in zip(drafted, own, counts, strict=True)]
+        logits, after = self._run(ModelCall(own, counts, as_rows=True), drafted, tokens, spans)
         for each, count in zip(own, counts, strict=True):
             each.end += count
         if len(flat) > len(ends):
             last = mx.array(ends)
             logits, after = logits[last], None if after is None else after[last]
         return logits, after
-
-    def _layers(self, own: DraftRow, tables: Batch) -> list[Any]:
-        """Return the layers' batch caches as the model expects them."""
-        return with_leaves(own.caches, [PagedBatchKVCache(tables, c.layer) for c in leaves(own.caches)])
 
     def note(
         self,

@@ -68,16 +68,16 @@ class DraftSteps:
         if batch.proposer is None or not batch.proposer.rows:
             return None
         self.pool.draft_depth = 0
-        proposal = self.proposer.propose(batch.rows, batch.inputs, batch.choice.vocab_size, is_alone=not others)
-        self.pool.draft_ms_saved = round(1000 * self.proposer.seconds_saved)
-        if proposal is None or not any(proposal.counts):
-            return None
-        counts = [1 + count for count in proposal.counts]
-        if not self._has_room([*zip(batch.rows, counts, strict=True), *others]):
-            return None
-        call, tokens = ModelCall(batch.rows, counts, states=batch.states, as_rows=True), self._inputs(proposal)
-        traces = self.pool.traces
         try:
+            proposal = self.proposer.propose(batch.rows, batch.inputs, batch.choice.vocab_size, is_alone=not others)
+            self.pool.draft_ms_saved = round(1000 * self.proposer.seconds_saved)
+            if proposal is None or not any(proposal.counts):
+                return None
+            counts = [1 + count for count in proposal.counts]
+            if not self._has_room([*zip(batch.rows, counts, strict=True), *others]):
+                return None
+            call, tokens = ModelCall(batch.rows, counts, states=batch.states, as_rows=True), self._inputs(proposal)
+            traces = self.pool.traces
             logits = call.run(batch.forward, tokens)
         except NoBlocksError:
             return None

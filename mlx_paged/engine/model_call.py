@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -12,8 +12,20 @@ from ..cache.batch_cache import PagedBatchKVCache
 from ..cache.composites import leaves, with_leaves
 from ..cache.packed_states import PackedStates
 from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.sequence import SequenceTables
 from ..errors import without_frames
-from .request import Request
+
+
+class Cached(Protocol):
+    """A sequence and its caches: a request, or what a draft model holds for one."""
+
+    @property
+    def caches(self) -> list[Any] | None:
+        """One cache per layer."""
+
+    @property
+    def sequence(self) -> SequenceTables | None:
+        """The block table behind the caches; None if no layer is paged."""
 
 
 class ModelCall:
@@ -39,7 +51,7 @@ class ModelCall:
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Cached],
         counts: Sequence[int] | None = None,
         *,
         states: Sequence[Any] | None = None,

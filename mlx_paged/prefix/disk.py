@@ -61,10 +61,10 @@ class DiskTier:
             if block != NULL_BLOCK:
                 nbytes = pool.groups[group].bytes_per_block
                 read = _reader(pool, group, entry)
-                shelf.save(entry.key, f"kv{group}", nbytes, read, wait=wait)
-        if entry.checkpoint is not None and not shelf.has(entry.key, STATES):
+                shelf.save(_name(entry.key, group), nbytes, read, wait=wait)
+        if entry.checkpoint is not None:
             states = entry.checkpoint.arrays, entry.checkpoint.text
-            shelf.save(entry.key, STATES, entry.checkpoint.nbytes, lambda: states, wait=wait)
+            shelf.save(_name(entry.key), entry.checkpoint.nbytes, lambda: states, wait=wait)
 
     # Coming back ----------------------------------------------------------------------------------------------
 
@@ -123,17 +123,17 @@ class DiskTier:
         """Return the longest prefix of ``tokens[:limit]`` that can be served with the shelf's blocks after ``length``
         tokens of the cache."""
         size, windows = cache.block_size, cache.windows
-        full = [f"kv{group}" for group, window in enumerate(windows) if window is None]
+        full = [group for group, window in enumerate(windows) if window is None]
         keys = [cache.root(salt)]
 
         def is_held(index: int, group: int) -> bool:
             if index < length // size:
                 return True  # in the cache, as far as the windows of a longer prefix need it
-            return self.shelf.has(chain[index], f"kv{group}")
+            return self.shelf.has(_name(chain[index], group))
 
         for low in range(0, limit - size + 1, size):
             key = next_key(keys[-1], tuple(tokens[low : low + size]))
-            if low + size > length and not all(self.shelf.has(key, name) for name in full):
+            if low + size > length and not all(self.shelf.has(_name(key, group)) for group in full):
                 break
             keys.append(key)
         for number in range(len(keys) - 1, -1, -1):
@@ -145,7 +145,7 @@ class DiskTier:
                 chain = keys[1 : number + 1]
                 if end > low:
                     chain.append(next_key(keys[number], tuple(tokens[low:end])))
-                is_end = not to_state or self.shelf.has(chain[-1], STATES)
+                is_end = not to_state or self.shelf.has(_name(chain[-1]))
                 if is_end and serves(windows, size, end, is_held):
                     return _Found(end, chain)
             if low + size <= length:
@@ -160,13 +160,13 @@ class DiskTier:
             for group, first in enumerate(_first_blocks(cache, found.end)):
                 if index < first:
                     continue
-                read = self.shelf.load(found.keys[index], f"kv{group}")
+                read = self.shelf.load(_name(found.keys[index], group))
                 if read is None:
                     return None
                 for name, array in read[0].items():
                     loaded.setdefault(name, []).append(array)
         if to_state:
-            read = self.shelf.load(found.keys[-1], STATES)
+            read = self.shelf.load(_name(found.keys[-1]))
             if read is None:
                 return None
             loaded[STATES] = Checkpoint(read[1], read[0])
@@ -190,6 +190,11 @@ class DiskTier:
                 k, v = (mx.concatenate(loaded[f"{name}{layer}"], axis=2) for name in "kv")
                 pool.write(layer, [table], k, v, stored=True)
                 mx.eval(pool.ready(layer))
+
+
+def _name(key: bytes, group: int | None = None) -> str:
+    """Return the name of the file of a group's keys and values, or without a group of a checkpoint."""
+    return f"{key.hex()}.states" if group is None else f"{key.hex()}.kv{group}"
 
 
 def _first_blocks(cache: PrefixCache, end: int) -> list[int]:

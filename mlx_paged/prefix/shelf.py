@@ -67,9 +67,8 @@ class Shelf:
         self._warned = False
         self._problem: Exception | None = None  # of the writing thread, to be warned of by the next call
         self._lock = threading.Lock()
-        # The index has a key, a letter or number for what is held, and a size, since a folder may have a million files.
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self._waiting: dict[bytes, memoryview] = {}  # to be written
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # of files by name, least recently used first
+        self._waiting: dict[str, memoryview] = {}  # to be written
         self._waiting_bytes = 0
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._list()
@@ -78,7 +77,7 @@ class Shelf:
     def _list(self) -> None:
         """Index the files in the folder. Temporary ones that are an hour old, which no process is writing any more, are
         deleted."""
-        found: list[tuple[int, bytes, int]] = []
+        found: list[tuple[int, str, int]] = []
         with os.scandir(self.path) as listed:
             for entry in listed:
                 is_named = NAME.fullmatch(entry.name)
@@ -89,7 +88,7 @@ class Shelf:
                     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                         self.warn(f"{entry.path} was ignored: not a file of this user")
                     elif is_named:
-                        found.append((status.st_mtime_ns, _index_of(entry.name), status.st_size))
+                        found.append((status.st_mtime_ns, entry.name, status.st_size))
                     elif time.time() - status.st_mtime > STALE_SECONDS:
                         os.unlink(entry.path)
                 except FileNotFoundError:
@@ -97,33 +96,25 @@ class Shelf:
                 except OSError as error:
                     self.warn(f"{entry.path} was ignored: {error}")
         found.sort()
-        self._sizes.update((index, size) for _, index, size in found)
+        self._sizes.update((name, size) for _, name, size in found)
         self.nbytes = sum(self._sizes.values())
 
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def has(self, key: bytes, part: str) -> bool:
-        """Return whether this part of a key is on disk, or waits to be written."""
-        index = key + part.encode()
-        return index in self._sizes or index in self._waiting
+    def has(self, name: str) -> bool:
+        """Return whether a file is on disk, or waits to be written."""
+        return name in self._sizes or name in self._waiting
 
     # Saving ---------------------------------------------------------------------------------------------------
 
     def save(
-        self,
-        key: bytes,
-        part: str,
-        nbytes: int,
-        arrays: Callable[[], tuple[dict[str, mx.array], str]],
-        *,
-        wait: bool,
+        self, name: str, nbytes: int, arrays: Callable[[], tuple[dict[str, mx.array], str]], *, wait: bool
     ) -> bool:
-        """Queue a part of a key for writing, unless it is there. Warns once if files cannot be written.
+        """Queue a file for writing, unless it is there. Warns once if files cannot be written.
 
         Args:
-            key: key of a prefix.
-            part: what is saved of it.
+            name: the file's name, a key of a prefix and what is saved of it.
             nbytes: about as many bytes as the arrays have.
             arrays: returns arrays by name, and a text; called only if they will be written.
             wait: wait until the queue has room; otherwise what it has no room for is dropped.
@@ -132,37 +123,36 @@ class Shelf:
             Whether it was queued.
         """
         self._warn_of_problem()
-        if self.has(key, part):
+        if self.has(name):
             return False
         if self._waiting and self._waiting_bytes + nbytes > self.queued_bytes:
             if not wait:
                 self.dropped += 1
                 return False
             self._wait()
-        index = key + part.encode()
-        data = _packed(_name_of(index), *arrays())
+        data = _packed(name, *arrays())
         with self._lock:
-            self._waiting[index] = data
+            self._waiting[name] = data
             self._waiting_bytes += len(data)
         try:
-            self._last = self._writer.submit(self._write, index, data)
+            self._last = self._writer.submit(self._write, name, data)
         except RuntimeError:  # no more threads, or the interpreter ends
-            self._write(index, data)
+            self._write(name, data)
         return True
 
-    def _write(self, index: bytes, data: memoryview) -> None:
+    def _write(self, name: str, data: memoryview) -> None:
         """Write a file; in the writing thread, which uses no MLX."""
         is_written = True
         try:
-            self._write_file(_name_of(index), data)
+            self._write_file(name, data)
         except Exception as error:
             self._problem, is_written = error, False
         with self._lock:
-            del self._waiting[index]
+            del self._waiting[name]
             self._waiting_bytes -= len(data)
             if is_written:
-                self.nbytes += len(data) - self._sizes.pop(index, 0)
-                self._sizes[index] = len(data)
+                self.nbytes += len(data) - self._sizes.pop(name, 0)
+                self._sizes[name] = len(data)
         self._enforce_limit()
 
     def _write_file(self, name: str, data: memoryview) -> None:
@@ -189,38 +179,37 @@ class Shelf:
     def _enforce_limit(self) -> None:
         while self.nbytes > self.max_bytes:
             with self._lock:
-                index = next(iter(self._sizes), None)
-            if index is None:
+                name = next(iter(self._sizes), None)
+            if name is None:
                 return
-            self._delete(index)
+            self._delete(name)
 
     # Loading --------------------------------------------------------------------------------------------------
 
-    def load(self, key: bytes, part: str) -> tuple[dict[str, Any], str] | None:
-        """Return arrays and text of a part of a key. If the file is gone, or is not what was written, return None; it
-        is not there any more then."""
-        index = key + part.encode()
-        waiting = self._waiting.get(index)
+    def load(self, name: str) -> tuple[dict[str, Any], str] | None:
+        """Return a file's arrays and text. If it is gone, or is not what was written, return None; it is not there any
+        more then."""
+        waiting = self._waiting.get(name)
         try:
-            found = _unpacked(_name_of(index), self._read(index) if waiting is None else waiting)
+            found = _unpacked(name, self._read(name) if waiting is None else waiting)
         except FileNotFoundError:  # deleted by another process
-            self._forget(index)
+            self._forget(name)
             return None
         except Exception as error:
             check_device(error)
-            self._delete(index)
-            self.warn(f"deleted the unusable file {self.path / _name_of(index)}: {type(error).__name__}: {error}")
+            self._delete(name)
+            self.warn(f"deleted the unusable file {self.path / name}: {type(error).__name__}: {error}")
             return None
         with self._lock:
-            if index in self._sizes:
-                self._sizes.move_to_end(index)
+            if name in self._sizes:
+                self._sizes.move_to_end(name)
         with suppress(OSError):  # the order of use, also after a restart
-            os.utime(self.path / _name_of(index))
+            os.utime(self.path / name)
         return found
 
-    def _read(self, index: bytes) -> bytes:
-        with open(self._open(_name_of(index)), "rb") as file:
-            return file.read(self._sizes.get(index, 0) + 1)
+    def _read(self, name: str) -> bytes:
+        with open(self._open(name), "rb") as file:
+            return file.read(self._sizes.get(name, 0) + 1)
 
     def _open(self, name: str) -> int:
         """Return a descriptor of a file of this user. Follows no link, and does not wait for the writer of a pipe."""
@@ -234,14 +223,14 @@ class Shelf:
             raise
         return descriptor
 
-    def _forget(self, index: bytes) -> None:
+    def _forget(self, name: str) -> None:
         with self._lock:
-            self.nbytes -= self._sizes.pop(index, 0)
+            self.nbytes -= self._sizes.pop(name, 0)
 
-    def _delete(self, index: bytes) -> None:
-        self._forget(index)
+    def _delete(self, name: str) -> None:
+        self._forget(name)
         try:
-            (self.path / _name_of(index)).unlink(missing_ok=True)
+            (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             self._problem = error
 
@@ -256,15 +245,6 @@ class Shelf:
         if not self._warned:
             self._warned = True
             warnings.warn(f"mlx_paged: {text}", ShelfWarning, stacklevel=4)
-
-
-def _name_of(index: bytes) -> str:
-    return f"{index[:16].hex()}.{index[16:].decode()}"
-
-
-def _index_of(name: str) -> bytes:
-    key, _, part = name.partition(".")
-    return bytes.fromhex(key) + part.encode()
 
 
 def _packed(name: str, arrays: dict[str, mx.array], text: str) -> memoryview:

@@ -289,11 +289,6 @@ def _kind(cache: Any) -> Hashable:
     return (type(cache), window_of(cache), getattr(cache, "keep", None))
 
 
-def _group(layers: Sequence[int], window: Window | None, name: str, **kind: bool) -> LayerGroup:
-    size, stride = (None, 1) if window is None else window
-    return LayerGroup(tuple(layers), size, name, stride=stride, **kind)
-
-
 def _new_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagedLayout:
     candidates = [layer for layer, cache in enumerate(stock) if can_be_paged(cache)]
     try:
@@ -320,7 +315,8 @@ def _new_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> Paged
         if names.count(name) > 1:
             name += f", {geometry.num_kv_heads} x {geometry.k_head_dim}/{geometry.v_head_dim}"
         latent = any(probed[layer].heads is None for layer in layers)
-        groups.append(_group(layers, window, name, latent=latent, split_keys=split))
+        size, stride = (None, 1) if window is None else window
+        groups.append(LayerGroup(tuple(layers), size, name, stride=stride, latent=latent, split_keys=split))
         geometries.append((geometry, probed[layers[0]].heads))
     adapted = 0 < len(probed) == len(stock) and all(found.adapted for found in probed.values())
     return PagedLayout(tuple(groups), tuple(geometries), adapted, reasons)

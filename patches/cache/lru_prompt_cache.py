@@ -66,8 +66,8 @@ class PagedPromptCache:
         self._layouts: dict[Hashable, _Layout] = {}
         self._salt: Hashable = None
         self._saved: weakref.WeakKeyDictionary[BlockPool, int] = weakref.WeakKeyDictionary()
-        # By pool, too: a model loaded again under the same key has another pool and may be a different model.
-        self._identities: weakref.WeakKeyDictionary[BlockPool, dict[Hashable, str]] = weakref.WeakKeyDictionary()
+        # A model loaded again under the same key has another pool and may be a different model.
+        self._identities: weakref.WeakKeyDictionary[BlockPool, str] = weakref.WeakKeyDictionary()
 
     def cache_of(self, pool: BlockPool) -> PrefixCache:
         """Return the pool's prefix cache, which batches may share."""
@@ -111,15 +111,14 @@ class PagedPromptCache:
 
     def _note_identity(self, model: Hashable, pools: Sequence[BlockPool]) -> None:
         """Remember the model's identity for its pools, as long as the pools exist."""
-        if self.disk is not None and any(model not in self._identities.get(pool, {}) for pool in pools):
+        if self.disk is not None and any(pool not in self._identities for pool in pools):
             identity = self.identify(model)
             if identity is not None:
-                for pool in pools:
-                    self._identities.setdefault(pool, {})[model] = identity
+                self._identities.update({pool: identity for pool in pools})
 
     def _name(self, model: Hashable, number: int, pool: BlockPool) -> Hashable:
         """Return the name of a model's prefixes in a pool: on disk, if it has an identity there."""
-        identity = self._identities.get(pool, {}).get(model)
+        identity = self._identities.get(pool)
         return (model, number) if identity is None else SavedName(identity, number)
 
     def forget_unloaded(self) -> None:

@@ -256,23 +256,19 @@ def check_given(model: Any, given: list[Any], fresh: Sequence[Any], factory: Cac
     if len(given) != len(fresh):
         raise PromptCacheError(f"the prompt cache has {len(given)} layers, the model {len(fresh)}")
     caches = adopt_prompt_cache(model, given, factory)
-    sequence = sequence_of(fresh)
+    sequence, own = sequence_of(fresh), sequence_of(caches)
     place = 0
     for layer, (whole, fitting) in enumerate(zip(caches, fresh, strict=True)):
         where = f"layer {layer} of the prompt cache"
         if isinstance(whole, CacheList) != isinstance(fitting, CacheList):
             raise PromptCacheError(f"{where} is a {type(whole).__name__}, the model's is a {type(fitting).__name__}")
         for cache, expected in zip(leaves([whole]), leaves([fitting]), strict=True):
-            if isinstance(expected, PagedKVCache):
-                if not isinstance(cache, PagedKVCache):
-                    raise PromptCacheError(f"{where} is a {type(cache).__name__}, which cannot be paged")
-                if sequence is None or cache.pool is not sequence.pool or cache.layer != place:
-                    raise PromptCacheError(f"{where} belongs to another model, or was made under other options")
-                if cache.sequence is not sequence_of(caches):
-                    raise PromptCacheError(f"{where} belongs to another sequence than the layers before it")
-            elif type(cache) is not type(expected):
+            if type(cache) is not type(expected):
                 kinds = f"{type(cache).__name__}, the model's is a {type(expected).__name__}"
                 raise PromptCacheError(f"{where} is a {kinds}")
+            is_ours = not isinstance(cache, PagedKVCache) or (cache.sequence is own and cache.layer == place)
+            if not is_ours or (own is not None and sequence is not None and own.pool is not sequence.pool):
+                raise PromptCacheError(f"{where} belongs to another model or sequence, or was made under other options")
             place += 1
     return caches
 

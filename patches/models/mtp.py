@@ -152,20 +152,8 @@ class MTPHead(nn.Module):  # type: ignore[misc]
 # Loading ------------------------------------------------------------------------------------------------------------
 
 
-class HeadFiles(NamedTuple):
-    """A model's folder that contains the weights of a head.
-
-    Attributes:
-        folder: the model's folder.
-        layout: layout of its family.
-    """
-
-    folder: Path
-    layout: Layout
-
-
-def find_head(folder: Path) -> HeadFiles:
-    """Return the files of the head in a model's folder. Reads only the configuration and the names of weights.
+def find_head(folder: Path) -> tuple[Path, Layout]:
+    """Return a model's folder and the layout of its head. Reads only the configuration and the names of weights.
 
     Raises:
         ConfigError: the folder has no head.
@@ -184,7 +172,7 @@ def find_head(folder: Path) -> HeadFiles:
             f"mtp: the checkpoint {folder} has no {missing[0]}: converters often drop the weights of the multi-token "
             "prediction head; use the published checkpoint"
         )
-    return HeadFiles(folder, layout)
+    return folder, layout
 
 
 def _names_in(file: Path) -> list[str]:
@@ -200,7 +188,7 @@ def folder_of(name: str) -> Path:
     return folder if folder.exists() else Path(utils._download(name))
 
 
-def load_head(model: Any, files: HeadFiles) -> MTPHead:
+def load_head(model: Any, files: tuple[Path, Layout]) -> MTPHead:
     """Return the head of a model that was loaded from the same folder. Its weights are read when they are first used.
 
     Raises:

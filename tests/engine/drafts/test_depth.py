@@ -115,7 +115,7 @@ class Machine:
             self.behind[index] = min(self.behind[index], TRIAL_CONTEXT)
         chunk = min(512, self.behind[index])
         self.now = max(self.now, self.ends) + chunk * self.prompt_price
-        self.depth.note_prompt(chunk * self.prompt_price, chunk)
+        self.depth.note_prompt(chunk * self.prompt_price)
         self.prompts += chunk
         self.behind[index] -= chunk
         return self.behind[index] == 0

@@ -10,7 +10,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig, RequestFailedError
-from mlx_paged.drafts.depth import Depth
 from mlx_paged.drafts.draft_model import DraftModel
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
@@ -186,13 +185,13 @@ def test_draft_model_reuses_its_cached_prefix(monkeypatch: pytest.MonkeyPatch) -
     second = [*first, *tokens[:10], 5, 6]
     expected = greedy(model, mx.array(second, mx.uint32), 12)[0]
     computed: list[int] = []
-    original = Depth.note_prompt
+    original = DraftModel.forward
 
-    def count(self: Depth, seconds: float, tokens: int) -> None:
-        computed.append(tokens)
-        original(self, seconds, tokens)
+    def count(self: DraftModel, tokens: mx.array, *rest: Any) -> Any:
+        computed.append(tokens.size if tokens.shape[1] > 1 else 0)  # of prompts
+        return original(self, tokens, *rest)
 
-    monkeypatch.setattr(Depth, "note_prompt", count)
+    monkeypatch.setattr(DraftModel, "forward", count)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     prefixes = SharedPrefixes(PrefixCache(mlx_paged.pool_of(model)))
     gen = drafting_generator(model, draft, prefixes=prefixes)
