@@ -378,7 +378,8 @@ class EngineThread:
             try:
                 if self._emit_token(row, response, *logprobs.get(response.uid, (None, ()))):
                     del self.rows[response.uid]
-                    batch.end(response)
+                    if response.finish_reason is None:  # a stop string ends it, which the batch does not know
+                        batch.finish([response.uid])
                     self.models.trim(batch)
             except Exception as error:
                 check_device(error)
