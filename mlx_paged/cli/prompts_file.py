@@ -27,7 +27,6 @@ from ..server.engine_thread import EngineThread
 from ..server.errors import RequestRefused, invalid, refusal_of
 from ..server.http import in_worker, json_object, validated
 from ..server.loaded_models import LoadedModels
-from ..server.memory import WATERMARK
 from ..server.options import ServerConfig
 from ..server.ranked_engine import check_for_ranks, make_engine
 from ..server.report import ServerStats
@@ -87,8 +86,7 @@ def engine_for(args: argparse.Namespace, ranks: Ranks | None) -> EngineThread:
             "prompt_cache_bytes": None,
         }
     )
-    config = ServerConfig(mtp=args.mtp)
-    return make_engine(LoadedModels(args, config, ranks), ServerStats(), WATERMARK, 0, ranks)
+    return make_engine(LoadedModels(args, ServerConfig(mtp=args.mtp), ranks), ServerStats())
 
 
 class BatchRun:

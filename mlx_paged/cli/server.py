@@ -175,9 +175,7 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
             f"mlx_paged server: warning: {args.host} can be reached from other machines, and there is no --api-key",
             file=sys.stderr,
         )
-    models = loaded_models.LoadedModels(args, config, ranks)
-    fingerprint = importlib.import_module("mlx_lm.server").get_system_fingerprint()
-    service = Service(models, args, config, models.default_key, fingerprint, ranks)
+    service = Service(loaded_models.LoadedModels(args, config, ranks))
     if ranks is not None:
         ranks.on_fault(service.on_rank_fault)
         if ranks.rank > 0:

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+from mlx_lm.server import get_system_fingerprint
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -21,17 +22,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
-from ..ranks.ranks import Ranks
 from .answers import Answers, Form, Head
 from .clients import Clients
 from .engine_thread import CLOSING
 from .errors import RequestRefused, invalid, not_found, unavailable
 from .http import AnswerResponse, RequestLog, body_of, error_response, in_worker, json_response, parsed
 from .model_names import ModelNames
-from .options import ServerConfig
 from .ranked_engine import check_for_ranks, make_engine
 from .report import CACHE_PAGE_HEADERS, CONTENT_TYPE, ServerStats, blocks_of, cache_page, dispatches, pages_of
-from .request import ClientGone, ModelKey, ServerRequest, Work
+from .request import ClientGone, ServerRequest, Work
 from .requests.endpoints import ENDPOINTS, Page, description
 from .requests.fields import MAX_PRIORITY, Computation, Endpoint
 from .requests.responses import MAX_KEPT_BYTES, RESPONSES, KeptResponses, ResponseForm
@@ -53,34 +52,24 @@ class Parts:
 
     Args:
         models: the models that it serves.
-        cli_args: parsed arguments of the command line.
-        config: the server's options.
-        default: the model of the command line.
-        fingerprint: ``system_fingerprint`` of answers.
-        ranks: processes that compute the model together; None: only this one. Rank 0 has the clients.
 
     Attributes:
+        cli_args, config, ranks: those of the models.
+        fingerprint: ``system_fingerprint`` of answers.
         num_answering: POST requests that are being answered.
         is_draining: no new requests are served.
     """
 
-    def __init__(
-        self,
-        models: LoadedModels,
-        cli_args: Any,
-        config: ServerConfig,
-        default: ModelKey,
-        fingerprint: str = "",
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.cli_args, self.config, self.fingerprint, self.ranks = cli_args, config, fingerprint, ranks
+    def __init__(self, models: LoadedModels) -> None:
+        self.cli_args, self.config, self.ranks = models.cli_args, models.config, models.ranks
+        self.fingerprint = get_system_fingerprint()
         self.stats = ServerStats()
-        self.names = ModelNames(default, config, cli_args.models)
-        self.clients = Clients(config.api_keys)
-        self.responses = KeptResponses(MAX_KEPT_BYTES if config.response_store else 0)
+        self.names = ModelNames(models.default_key, self.config, self.cli_args.models)
+        self.clients = Clients(self.config.api_keys)
+        self.responses = KeptResponses(MAX_KEPT_BYTES if self.config.response_store else 0)
         self.num_answering = 0
         self.is_draining = False
-        self.engine = make_engine(models, self.stats, config.memory_watermark, config.watchdog_timeout, ranks)
+        self.engine = make_engine(models, self.stats)
 
     @property
     def defaults(self) -> dict[str, Any]:

@@ -369,7 +369,7 @@ class EngineThread:
         for response in prompts:
             if (row := self.rows.get(response.uid)) is not None:
                 self._note_start(row)
-                self.outbox.put(row.work, Progress(row.index, *response.progress))
+                self.outbox.put(row.work, Progress(*response.progress))
         asking = [r for r in generated if r.uid in self.rows and self.rows[r.uid].request.wants_logprobs]
         logprobs = fetch_logprobs([(r, self.rows[r.uid].request.top_logprobs or 0) for r in asking])
         for response in generated:
@@ -378,7 +378,8 @@ class EngineThread:
             try:
                 if self._emit_token(row, response, *logprobs.get(response.uid, (None, ()))):
                     del self.rows[response.uid]
-                    batch.end(response)
+                    if response.finish_reason is None:  # a stop string ends it, which the batch does not know
+                        batch.finish([response.uid])
                     self.models.trim(batch)
             except Exception as error:
                 check_device(error)
@@ -444,7 +445,7 @@ class EngineThread:
             self._num_turns += 1
             if not work.is_wanted:
                 raise InterruptedError("the client has gone")
-            self.outbox.put(work, Progress(index, done, total))
+            self.outbox.put(work, Progress(done, total))
             self.outbox.flush()
 
         try:

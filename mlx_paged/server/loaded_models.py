@@ -215,12 +215,6 @@ class ServedBatch(PagedBatchGenerator):
         most, ends = [request.max_tokens or 1] * len(prompts), [self._end_tokens] * len(prompts)
         return list(self.insert_segments(segments, most, stop_sequences=ends, options=options))
 
-    def end(self, response: Any) -> None:
-        """End an answer with its last response, or with the response that completes a stop string, which the batch does
-        not know of."""
-        if response.finish_reason is None:
-            self.finish([response.uid])
-
 
 def grammar_of(request: ServerRequest, prompt: Prompt, tokenizer: Any) -> Any:
     """Return the request's grammar, which begins after reasoning that the prompt has begun, and bounds reasoning by its

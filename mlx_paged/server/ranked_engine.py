@@ -118,20 +118,15 @@ def check_for_ranks(request: ServerRequest, *, is_default: bool = True) -> None:
         raise RequestRefused(501, "several ranks do not support log-probabilities of prompts", param="echo")
 
 
-def make_engine(
-    models: LoadedModels,
-    stats: ServerStats,
-    watermark: float,
-    timeout: float | None,
-    ranks: Ranks | None,
-) -> EngineThread:
+def make_engine(models: LoadedModels, stats: ServerStats) -> EngineThread:
     """Return the engine of a server or a prompts file. On several ranks each reads the memory of the fullest one."""
+    ranks, config = models.ranks, models.config
     if ranks is None:
-        return EngineThread(models, stats, MemoryWatch(watermark), timeout)
+        return EngineThread(models, stats, MemoryWatch(config.memory_watermark), config.watchdog_timeout)
 
     def read() -> MemoryReading | None:
         readings = ranks.exchange(nearest(memory_readings()))
         return nearest([MemoryReading(*reading) for reading in readings if reading is not None])
 
-    watch = MemoryWatch(watermark, read, lambda: ranks.now)
-    return RankedEngine(ranks, models, stats, watch, timeout)
+    watch = MemoryWatch(config.memory_watermark, read, lambda: ranks.now)
+    return RankedEngine(ranks, models, stats, watch, config.watchdog_timeout)

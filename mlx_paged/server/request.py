@@ -240,7 +240,6 @@ def _adapter() -> Any:
 class Progress(NamedTuple):
     """Prefill progress: ``done`` of ``total`` prompt tokens of an answer are computed."""
 
-    answer: int
     done: int
     total: int
 

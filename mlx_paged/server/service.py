@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import uvicorn
 
@@ -20,6 +20,7 @@ from .app import Parts, make_app
 from .engine_thread import CLOSING, LAST_SECONDS
 from .errors import start_status
 from .http import MAX_CONNECTIONS, MAX_HEADER_BYTES, SOCKET_SECONDS, raise_file_limit
+from .loaded_models import LoadedModels
 
 BACKLOG = 1024  # so that the system refuses no burst of connections
 LOG_SECONDS = 10.0
@@ -34,8 +35,8 @@ def fail_start(message: object) -> None:
 class Service(Parts):
     """One server, running. Has the arguments of :class:`.app.Parts`."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, models: LoadedModels) -> None:
+        super().__init__(models)
         self.engine.on_start_error = self.on_start_error
         self._server: _Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

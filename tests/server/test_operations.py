@@ -106,7 +106,7 @@ def test_log_describes_requests_and_sighup_drains_the_server(server: FaultyServe
     told = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3}, **ONE, **{"x-request-id": "mine-1"})
     refused = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 0}, **ONE)
     assert server.request("GET", "/", None, {"Host": "["}, 30).status == 400
-    assert server.get("/%0Aforged%1B[2K").status == 404
+    assert server.get("/%0Aforged%1B[2K", **ONE).status == 404
     assert told.headers["x-request-id"] == "mine-1"
     one, other = (line_of(server, answer.headers["x-request-id"]) for answer in (told, refused))
     assert re.search(
