@@ -347,10 +347,11 @@ class CompiledStep:
         if found is not None:
             self._functions.move_to_end(shapes)
             return found
-        if len(self._uncompiled) >= MOST_TRACES and shapes not in self._uncompiled:
+        known = shapes._replace(num_blocks=())  # a pool that has grown needs no patience again
+        if len(self._uncompiled) >= MOST_TRACES and known not in self._uncompiled:
             self._uncompiled.clear()
-        self._uncompiled[shapes] += 1
-        if self._uncompiled[shapes] <= (0 if shapes.is_pack else PATIENCE):
+        self._uncompiled[known] += 1
+        if self._uncompiled[known] <= (0 if shapes.is_pack else PATIENCE):
             return None
         if len(self._functions) == MOST_TRACES:
             self._functions.popitem(last=False)

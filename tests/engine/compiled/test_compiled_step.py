@@ -189,8 +189,8 @@ def test_repeated_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = mlx_paged.pool_of(model)
     step = compiled_step.CompiledStep(pool, lambda *args: args[1])
 
-    def find(size: int) -> Any:
-        shapes = compiled_step.StepShapes.of(size, [pool.new_table()] * size)
+    def find(size: int, num_blocks: int = 1) -> Any:
+        shapes = compiled_step.StepShapes.of(size, [pool.new_table()] * size)._replace(num_blocks=(num_blocks,))
         return shapes.num_rows if step._function_for(shapes) is not None else None
 
     for _ in range(3):
@@ -198,6 +198,7 @@ def test_repeated_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(4) == 4 and find(16) == 16 and find(4) == 4
     assert [find(40) for _ in range(4)] == [None] * 3 + [48]
     assert len(step._functions) == 2 and find(4) == 4  # 16 was the least recently used
+    assert find(40, num_blocks=9) == 48  # after the pool has grown
 
 
 def test_steps_over_functional_pools_are_not_compiled(calls: Taken) -> None:
