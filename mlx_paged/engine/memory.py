@@ -86,7 +86,7 @@ class PoolBudget:
         """Return whether each group has blocks for appends of so many tokens whatever their tables hold: a copy of a
         shared last block that has room for one token, and blocks for the rest. Looks at no table."""
         self.pool.lock.collect()
-        most = 1 + sum(-(-(count - 1) // self.pool.block_size) + 1 for count in counts)
+        most = 1 + sum([-(-(count - 1) // self.pool.block_size) + 1 for count in counts])
         return self.pool.memory.can_provide([most] * len(self.pool.groups))
 
     def fits(self, growth: Sequence[Append]) -> bool:
@@ -162,7 +162,7 @@ class RequestMemory(Memory):
         budget = self._budget
         if budget is None:
             return True
-        if budget.has_plenty(num_tokens for _, num_tokens in growth):
+        if budget.has_plenty([num_tokens for _, num_tokens in growth]):
             return True  # asked in every step; blocks are mostly plentiful
         # Listed before finished caches are freed: prefix blocks that one of them shared would then count as taken over,
         # plus a copy of the last one, for which a request that just fits the budget has no room.
