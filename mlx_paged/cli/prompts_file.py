@@ -368,7 +368,7 @@ class Results:
                 if (name := _name(record)) not in known:
                     raise PromptsFileError(f"{path} is from another run: no prompt has the {name[0]} {name[1]!r}")
                 if "error" not in record:
-                    kept[name] = raw
+                    kept[name] = raw.rstrip() + b"\n"  # the last one may lack its end
             _replace(path, kept.values())
             self.missing = [line for name, line in known.items() if name not in kept]
             self.num_done = len(kept)

@@ -297,6 +297,15 @@ def test_resume_keeps_results_of_a_killed_run_and_retries_failed_ones(tmp_path: 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl"]
 
 
+def test_resume_ends_a_last_line_that_lacks_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"index": 0, "text": "0"}\n{"index": 1, "text": "1"}')
+    again = Results(LINES[:3], path, io.StringIO(), resume=True)
+    again.add(LINES[2], text="2")
+    again.close()
+    assert indices(path) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_unwritable_output_is_refused(tmp_path: Path, resume: bool) -> None:
     with pytest.raises(PromptsFileError, match="nowhere"):
