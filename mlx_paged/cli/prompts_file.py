@@ -32,6 +32,7 @@ from ..server.ranked_engine import check_for_ranks, make_engine
 from ..server.report import ServerStats
 from ..server.request import Constraint, ServerRequest, Work
 from ..server.requests.chat import CHAT, COMPLETIONS
+from ..server.requests.fields import NO_EFFECT, REFUSED
 from .over_ranks import from_rank_0
 from .terminal import bar, plural, print_stats, rate
 
@@ -185,11 +186,11 @@ class BatchRun:
         given = line.body if line.text is None else body_of_text(line.text, args, texts.tokenizer)
         given = {name: value for name, value in given.items() if value is not None and name != "model"}
         endpoint = CHAT if "messages" in given else COMPLETIONS
+        if unknown := sorted(given.keys() - {*endpoint.body.model_fields, *NO_EFFECT, *REFUSED}):
+            raise invalid(f"{', '.join(map(repr, unknown))}: unknown parameter")
         for name in given.keys() & {"adapters", "draft_model"}:
             raise invalid(f"{name} is an option of the command line")
-        body, unknown = validated(given, endpoint.body)
-        if unknown:
-            raise invalid(f"{', '.join(map(repr, unknown))}: unknown parameter")
+        body, _ = validated(given, endpoint.body)
         if (body.n or 1) > 1 or not isinstance(given.get("prompt", ""), str):
             raise invalid("a line has one prompt and one answer: n must be 1")
         if body.num_draft_tokens is not None and args.draft_model is None and not args.mtp:
@@ -368,7 +369,7 @@ class Results:
                 if (name := _name(record)) not in known:
                     raise PromptsFileError(f"{path} is from another run: no prompt has the {name[0]} {name[1]!r}")
                 if "error" not in record:
-                    kept[name] = raw
+                    kept[name] = raw.rstrip() + b"\n"  # the last one may lack its end
             _replace(path, kept.values())
             self.missing = [line for name, line in known.items() if name not in kept]
             self.num_done = len(kept)

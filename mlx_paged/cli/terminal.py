@@ -131,7 +131,11 @@ def show_first(parser: argparse.ArgumentParser, *flags: str) -> None:
 
 
 class StdoutError(PagedCacheError):
-    """The standard output cannot be written."""
+    """The standard output cannot be written; ``is_closed``: its reader has gone."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"stdout cannot be written: {error}")
+        self.is_closed = isinstance(error, BrokenPipeError)
 
 
 class Stdout:
@@ -172,7 +176,7 @@ class Stdout:
             nowhere = os.open(os.devnull, os.O_WRONLY)  # else Python flushes it again at exit, and reports an error
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-            raise StdoutError(f"stdout cannot be written: {error}") from error
+            raise StdoutError(error) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -196,7 +200,7 @@ def orderly_end(command: str, status_of: Callable[[Exception], int] = lambda err
         yield
         stdout.flush()
     except PagedCacheError as error:
-        if isinstance(error, StdoutError) and isinstance(error.__cause__, BrokenPipeError):
+        if isinstance(error, StdoutError) and error.is_closed:
             sys.exit(BROKEN_PIPE)
         stdout.end_line()
         print(f"{command}: {error}", file=sys.stderr)

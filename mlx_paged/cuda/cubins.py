@@ -189,12 +189,19 @@ class Cubins:
             future.set_result(kept)
         else:
             # Not a daemon: a process that ends waits for the thread, and does not unload the compiler while it runs.
-            threading.Thread(target=self._make, args=(source.text, key, future), name="mlx_paged compiles").start()
+            thread = threading.Thread(target=self._make, args=(source.text, key, future), name="mlx_paged compiles")
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can start; others may wait for the future
+                self._make(source.text, key, future)
         return future
 
     def kernel(self, source: Source, type_of: dict[mx.Dtype, str]) -> CompiledKernel:
         """Return the kernel of a text. Raises RuntimeError if it does not compile, or if MLX cannot load it."""
-        code = self.start(source).result()
+        future = self.start(source)
+        if (failed := future.exception()) is not None:  # a new one: the future's would keep the frames of all callers
+            raise RuntimeError(str(failed))
+        code = future.result()
         return CompiledKernel(source, load(source, code) if self.loads else code, type_of)
 
     def _architecture_of(self, text: str) -> str:

@@ -295,10 +295,10 @@ class Engine:
         self.counters.prompt_time += time.perf_counter() - begin
 
     def _make_room(self, request: Request, error: Exception) -> None:
-        """Preempt a later request for one that found no block, because others have taken one that the plan had counted
-        on. Without a later one it fails."""
+        """Make room for a request that found no block, because others have taken one that the plan had counted on:
+        drop a finished request's cache that nobody has read, or preempt a later request. Otherwise it fails."""
         is_full = isinstance(error, PoolExhaustedError)
-        if not (is_full and self.scheduler.preempt_for(self.scheduler.running[0])):
+        if not (is_full and (self.memory.drop_finished() or self.scheduler.preempt_for(self.scheduler.running[0]))):
             self._fail(request, error)
 
     # Deliver --------------------------------------------------------------------------------------------------

@@ -53,9 +53,13 @@ class DiskTier:
 
         Args:
             wait: wait until the queue has room; otherwise what it has no room for is dropped.
+
+        Raises:
+            DeviceError: the device has failed, now or before: the blocks and states are lost.
         """
         if entry.stays_in_memory:
             return
+        cache.pool.lock.device.check()  # states need no lock, and their copies may not have been computed
         pool, shelf = cache.pool, self.shelf
         for group, block in enumerate(entry.blocks):
             if block != NULL_BLOCK:

@@ -23,6 +23,8 @@ from .request import ChatInput, Constraint, Input, Prompt, ServerRequest
 
 EFFORT = "reasoning_effort"
 MAX_DEFAULT_TOKENS = 1 << 16  # of an answer, if neither the request, --max-tokens nor the model sets a limit
+CHARACTERS_PER_TOKEN = 8  # of a prompt of which all is encoded at once; most texts have about 4
+MOST_AT_A_CUT = 256  # tokens by which a text's beginning may have more than its share of the whole
 KNOWN_TOKENS = 1 << 15  # whose texts are kept: an answer with 20 log-probabilities asks for as many in each step
 THINKING_BUDGETS = {"minimal": 256, "low": 1024, "medium": 8192}  # tokens, if the chat template reads no effort
 THINKING = "enable_thinking"  # mlx-lm's wrapper of tokenizers renames it for templates that use another name
@@ -139,9 +141,8 @@ class LoadedTexts:
         cli_args = SimpleNamespace(chat_template_args=self._template_args)
         owner = SimpleNamespace(model_provider=SimpleNamespace(processor=self._processor, cli_args=cli_args))
         args = SimpleNamespace(chat_template_kwargs=variables)
-        tokenizer = self.tokenizer
-        if isinstance(given, ChatInput) and given.continues:
-            tokenizer = _ContinuingTokenizer(tokenizer)
+        continues = isinstance(given, ChatInput) and given.continues
+        tokenizer = _RequestTokenizer(self.tokenizer, self._check_beginning, continues=continues)
         found = upstream.ResponseGenerator._tokenize(owner, tokenizer, request, args)
         tokens, segments, segment_types, _, vision = found
         self._check_length(len(tokens))
@@ -149,14 +150,22 @@ class LoadedTexts:
             mx.eval(vision.pixel_values)  # arrays cross threads evaluated
         return Prompt(tokens, segments, segment_types, self._initial_state(given, tokens), vision)
 
-    def _check_length(self, num_tokens: int) -> None:
+    def _check_beginning(self, text: str) -> None:
+        """Check a long text's beginning before all of it is encoded, which takes about 140 bytes a character."""
+        most = min((each for each in (self.context_length, self.capacity) if each is not None), default=len(text))
+        begin = CHARACTERS_PER_TOKEN * most
+        if len(text) > begin:
+            tokens = self.tokenizer.encode(text[:begin], add_special_tokens=False)
+            self._check_length(len(tokens) - MOST_AT_A_CUT, "at least ")
+
+    def _check_length(self, num_tokens: int, bound: str = "") -> None:
         """Raise RequestRefused (400) for a prompt that is longer than the context, or that the memory cannot hold."""
         context, capacity = self.context_length, self.capacity
         if context is not None and num_tokens > context:
-            raise prompt_too_long(f"{num_tokens} tokens > {context} maximum: the model's context length")
+            raise prompt_too_long(f"{bound}{num_tokens} tokens > {context} maximum: the model's context length")
         if capacity is not None and num_tokens >= capacity:  # the answer has at least one
             why = "the KV cache budget holds no more; raise kv_cache_memory (--kv-cache-memory) or shorten the prompt"
-            raise prompt_too_long(f"{num_tokens} tokens > {capacity - 1} maximum: {why}")
+            raise prompt_too_long(f"{bound}{num_tokens} tokens > {capacity - 1} maximum: {why}")
 
     def _initial_state(self, given: ChatInput | str, tokens: list[int]) -> str:
         """Return the state in which the answer begins; what users have written does not count."""
@@ -256,18 +265,27 @@ def _byte_level() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-class _ContinuingTokenizer:
-    """A tokenizer with which an answer continues the last message of the chat."""
+class _RequestTokenizer:
+    """A tokenizer for one request: passes texts to ``check`` before it encodes them, and lets the answer continue the
+    last message of the chat."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._wrapped = tokenizer
+    def __init__(self, tokenizer: Any, check: Callable[[str], None], *, continues: bool) -> None:
+        self._wrapped, self._check, self._continues = tokenizer, check, continues
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
 
-    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-        options |= {"add_generation_prompt": False, "continue_final_message": True}
-        return self._wrapped.apply_chat_template(messages, **options)
+    def encode(self, text: str, **options: Any) -> Any:
+        self._check(text)
+        return self._wrapped.encode(text, **options)
+
+    def apply_chat_template(self, messages: Any, *, tokenize: bool = True, **options: Any) -> Any:
+        if self._continues:
+            options |= {"add_generation_prompt": False, "continue_final_message": True}
+        if not tokenize or not renders_jinja(self._wrapped):
+            return self._wrapped.apply_chat_template(messages, tokenize=tokenize, **options)
+        text = self._wrapped.apply_chat_template(messages, tokenize=False, **options)
+        return self.encode(text, add_special_tokens=False)
 
 
 def template_variables(tokenizer: Any, given: Mapping[str, Any], tools: Any = None) -> dict[str, Any]:

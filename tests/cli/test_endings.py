@@ -80,13 +80,16 @@ def test_full_disk_is_reported_in_one_line(folder: Path, tmp_path: Path) -> None
         assert re.fullmatch(r"mlx_paged generate: .*stdout.*No space left on device\n", said), said
 
 
-@pytest.mark.parametrize("arguments", ["--help", "generate"])
-def test_closed_stdout_exits_with_141_and_no_message(folder: Path, arguments: str, tmp_path: Path) -> None:
-    prompt = () if arguments == "--help" else ("--model", str(folder), "--prompt", PROMPT, "--ignore-chat-template")
+@pytest.mark.parametrize("flag", ["--help", "--prompt", "--prompts-file"])
+def test_closed_stdout_exits_with_141_and_no_message(folder: Path, flag: str, tmp_path: Path) -> None:
+    source = tmp_path / "prompts.txt"
+    source.write_text(PROMPT)
+    value = source if flag == "--prompts-file" else PROMPT
+    arguments = (flag,) if flag == "--help" else ("generate", flag, value, "--model", folder, "--ignore-chat-template")
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as nobody, open(tmp_path / "errors", "w+") as errors:
-        status = commands.start("mlx_paged", arguments, *prompt, stdout=nobody, stderr=errors).wait(300)
+        status = commands.start("mlx_paged", *arguments, stdout=nobody, stderr=errors).wait(300)
         errors.seek(0)
         assert (status, errors.read()) == (141, "")
 

@@ -115,7 +115,7 @@ def test_failing_lines_do_not_affect_others_and_are_retried(strict_folder: Path,
         {"prompt": "w5 w6", "temprature": 1},
         {"prompt": "w5 w6", "logit_bias": {"99999": 1}},
         {"prompt": "w5 w6", "top_k": 100000, "temperature": 1},
-        {"prompt": "w5 w6", "model": "gpt-5", "user": "me"},
+        {"prompt": "w5 w6", "model": "gpt-5", "user": "me", "stream_options": {"more": 1}},
         {"prompt": "w5 w6", "max_tokens": 0},
         {"prompt": "w5 w6", "n": 2},
         {"prompt": words(400, 1)},
@@ -295,6 +295,15 @@ def test_resume_keeps_results_of_a_killed_run_and_retries_failed_ones(tmp_path: 
     again.close()
     assert indices(path) == [0, 3, 1, 4, 2]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl"]
+
+
+def test_resume_ends_a_last_line_that_lacks_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"index": 0, "text": "0"}\n{"index": 1, "text": "1"}')
+    again = Results(LINES[:3], path, io.StringIO(), resume=True)
+    again.add(LINES[2], text="2")
+    again.close()
+    assert indices(path) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_paged.engine.scheduler import ScheduledStep
 from mlx_paged.errors import RequestTooLargeError
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from tests.support.models.toy_engine import (
@@ -120,6 +121,30 @@ def test_cache_of_a_finished_request_is_dropped_for_others() -> None:
     engine.run()
     assert last.request is None, "its cache was never used"
     assert_answered(engine, second, prompt_of(24, seed=1), 4)
+
+
+def test_cache_of_a_finished_request_makes_room_if_blocks_are_gone_after_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread may take blocks between the plan and the step."""
+    pool = make_pool(num_blocks=13)
+    engine = ToyEngine(pool)
+    first = engine.add(prompt_of(14), max_tokens=2)
+    engine.run()
+    uid = engine.add(prompt_of(6, seed=1), max_tokens=16)
+    plan, taken = engine.engine.scheduler.plan, list[int]()
+
+    def plan_and_take() -> ScheduledStep:
+        step = plan()
+        length = engine.engine.requests[uid].length
+        if not taken and length > 6 and length % BLOCK_SIZE == 0:  # the step needs another block
+            taken.extend(pool.allocate(0, pool.memory.room()[0]))
+        return step
+
+    monkeypatch.setattr(engine.engine.scheduler, "plan", plan_and_take)
+    engine.run()
+    assert taken and engine.responses[first][-1].request is None
+    assert_answered(engine, uid, prompt_of(6, seed=1), 16)
 
 
 # Prefixes ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mlx_paged.cuda import cubins as cubins_module
 from mlx_paged.cuda import launch as launch_module
 from mlx_paged.cuda.cubins import CubinFolder, Cubins, cubins, folder_path
 from mlx_paged.cuda.launch import Source, _hash, load, short_name
+from tests.support.without_collector import without_collector
 
 WAIT_SECONDS = 60
 
@@ -65,6 +67,30 @@ def test_texts_are_compiled_in_parallel_and_each_once() -> None:
     assert made.start(source("a")).result(WAIT_SECONDS) == b"TEXT OF A FOR sm_90" and sorted(compiler.texts) == [
         f"text of {name}" for name in "abc"
     ]
+
+
+def test_without_more_threads_texts_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    made = make(FakeCompiler(), None)
+    for _ in range(2):
+        assert made.start(source("a")).result(WAIT_SECONDS) == b"TEXT OF A FOR sm_90"
+
+
+def test_an_error_of_the_compiler_keeps_nothing_of_its_callers() -> None:
+    made, kept = make(FakeCompiler(), None), set[int]()
+    alive = weakref.ref(kept)
+
+    def use(held: set[int]) -> None:
+        made.kernel(source("a", "wrong"), {})
+
+    with without_collector():
+        with pytest.raises(RuntimeError, match="does not compile"):
+            use(kept)
+        del kept
+        assert alive() is None
 
 
 def test_the_next_process_reads_what_the_first_compiled(folder: CubinFolder) -> None:

@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_paged.errors import PoolExhaustedError
+from mlx_paged.errors import DeviceError, PoolExhaustedError
 from mlx_paged.kv.blocks import blocks_choice
 from mlx_paged.kv.device_blocks import DeviceBlocks
 from mlx_paged.kv.geometry import QueryHeads
@@ -22,7 +23,7 @@ from mlx_paged.kv.group import LayerGroup
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.prefix import shelf as shelf_module
 from mlx_paged.prefix.disk import DiskTier
-from mlx_paged.prefix.entry import SavedName
+from mlx_paged.prefix.entry import Checkpoint, SavedName
 from mlx_paged.prefix.prefix_cache import PrefixCache
 from mlx_paged.prefix.shelf import Shelf, ShelfWarning
 from tests.support.cases import crossed, quick
@@ -64,6 +65,27 @@ def saved(folder: Path, prefixes: Sequence[Sequence[int]], windows: Any = (None,
     assert len(cache.entries) == pool.stats().live_blocks == 0
     pool.check_integrity()
     return shelf
+
+
+def test_states_of_a_lost_device_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their blocks, which cannot be read any more, were saved before."""
+    shelf = Shelf(tmp_path)
+    cache, pool = new_cache(DiskTier(shelf))
+    tokens = list(range(1, 1 + 2 * pool.block_size))
+    _, table = cache.adopt(tokens, SALT, to_state=True)
+    compute(pool, table, tokens)
+    states = Checkpoint.of([SimpleNamespace(state=[mx.ones((4,))])])
+    cache.insert(tokens, table, SALT)
+    for entry in cache.entries.values():
+        DiskTier(shelf).save(cache, entry)
+    cache.insert(tokens, table, SALT, states=lambda: states)
+    pool.release_table(table)
+    monkeypatch.setattr(DeviceError, "count", DeviceError.count + 1)
+    for evict in (cache.evict_states, cache.pool.memory.evict):
+        with pytest.raises(DeviceError):
+            evict(1 << 30)
+    shelf.flush()
+    assert len(shelf) == 2
 
 
 def restored(folder: Path, tokens: Sequence[int], windows: Any = (None,), name: str = "weights", **options: Any) -> int:

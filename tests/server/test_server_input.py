@@ -171,6 +171,14 @@ def test_values_that_clients_send_for_off_are_accepted() -> None:
             parse({"prompt": "x", **wrong}, COMPLETIONS)
 
 
+def test_only_parts_of_type_text_must_have_a_text() -> None:
+    image = {"type": "image_url", "text": None, "image_url": {"url": "data:x"}}
+    parse({"messages": [{"role": "user", "content": [image, {"type": "text", "text": "x", "more": 1}]}]}, CHAT)
+    for part in ({"type": "text"}, {"type": "text", "text": None}):
+        with pytest.raises(RequestRefused, match=r"messages\.0\.content\.0: a part of type text must have a text"):
+            parse({"messages": [{"role": "user", "content": [part]}]}, CHAT)
+
+
 def test_null_is_ignored_and_negative_seeds_are_wrapped() -> None:
     request = completion_request(parse({"prompt": "x", "seed": -1, "temperature": None}, COMPLETIONS), {})
     assert request.sampling == SamplingParams(seed=2**64 - 1)

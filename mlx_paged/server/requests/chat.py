@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BeforeValidator, ConfigDict, Field, with_config
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, with_config
 from typing_extensions import TypedDict  # pydantic requires it before Python 3.12
 
 from ..answer_reader import Delta, Token
@@ -36,7 +36,14 @@ _OPEN = ConfigDict(extra="allow", strict=True)  # other fields are left to the c
 @with_config(_OPEN)
 class Part(TypedDict):
     type: str
-    text: NotRequired[str]
+    text: NotRequired[Any]
+
+
+def _check_text(part: Part) -> Part:
+    """Check a part of type text. Clients send parts of other types with a text that is null."""
+    if part["type"] == "text" and not isinstance(part.get("text"), str):
+        raise ValueError("a part of type text must have a text")
+    return part
 
 
 @with_config(_OPEN)
@@ -44,7 +51,7 @@ class Message(TypedDict):
     """A message of a chat."""
 
     role: str
-    content: NotRequired[str | Several[Part] | None]
+    content: NotRequired[str | Several[Annotated[Part, AfterValidator(_check_text)]] | None]
     tool_calls: NotRequired[Several[dict[str, Any]] | None]
 
 
