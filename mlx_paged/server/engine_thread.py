@@ -1,4 +1,4 @@
-"""EngineThread: the one thread that computes; watched for hangs. If it fails, the process ends."""
+"""EngineThread: the one thread that computes, and its batch; watched for hangs. If it fails, the process ends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import mlx.core as mx
+from mlx_lm.generate import make_stop_sequences
 
+from ..engine.request import RequestOptions
 from ..errors import PoolExhaustedError, RequestFailedError, check_device
+from ..patches.cache.pools import known_pool, prefix_pool_of
+from ..patches.generate.batch_generator import PagedBatchGenerator
+from ..prefix.prefix_cache import SharedPrefixes
 from .errors import RequestRefused, unavailable
-from .loaded_models import LoadedModels, fetch_logprobs
+from .loaded_models import LoadedModels, fetch_logprobs, grammar_of
 from .memory import MemoryWatch, Pressure, trim_heap
 from .request import ModelKey, Outbox, Progress, Row, Scores, ServerRequest, Work
 
@@ -38,6 +43,62 @@ IDLE_SECONDS = 0.1
 TIDY_EVERY_SECONDS, TIDY_SECONDS = 30, 0.1
 TRIM_SECONDS = 5  # without work, after which the heap is trimmed
 CLOSING = "the server is shutting down"
+
+
+class ServedBatch(PagedBatchGenerator):
+    """A batch generator for requests of the server.
+
+    Args:
+        models: of which one is present.
+        stream: stream to compute on.
+    """
+
+    def __init__(self, models: LoadedModels, stream: mx.Stream) -> None:
+        weights, args = models.weights, models.cli_args
+        assert weights is not None
+        cache = models.prompt_cache if models.config.prefix_cache else None
+        prefixes: SharedPrefixes | None = None
+        if cache is not None:
+            prefixes = cache.shared_prefixes(weights.key, prefix_pool_of(weights.model))
+        drafts: dict[str, Any] = {}
+        if weights.draft_model is not None:
+            drafts = {"draft_model": weights.draft_model, "num_draft_tokens": args.num_draft_tokens}
+            draft_pool = known_pool(weights.draft_model)
+            if cache is not None and draft_pool is not None:
+                drafts["draft_prefixes"] = cache.shared_prefixes(weights.key, draft_pool, 1)
+        super().__init__(
+            weights.model,
+            prefixes=prefixes,
+            **drafts,
+            completion_batch_size=args.decode_concurrency,
+            prefill_batch_size=args.prompt_concurrency,
+            prefill_step_size=args.prefill_step_size,
+            stream=stream,
+        )
+        self._tokenizer = weights.tokenizer
+        self._end_tokens = make_stop_sequences(weights.tokenizer)
+
+    def insert_request(self, request: ServerRequest) -> list[int]:
+        """Queue a request's answers. If it raises, nothing has been queued."""
+        prompts = [request.prompt_of(index) for index in range(request.num_answers)]
+        # Chunks end with segments only where prefixes do.
+        segments = [prompt.segments if self.reuses_only_at_boundaries else [prompt.tokens] for prompt in prompts]
+        options = [
+            RequestOptions(
+                request.salt,
+                sampling.seed,
+                grammar_of(request, prompt, self._tokenizer),
+                request.prompt_lookup,
+                sampling,
+                priority=request.priority,
+                client=request.client,
+                num_draft_tokens=request.num_draft_tokens,
+                keep=request.num_kept(prompt),
+            )
+            for prompt, sampling in zip(prompts, map(request.sampling_of, range(len(prompts))), strict=True)
+        ]
+        most, ends = [request.max_tokens or 1] * len(prompts), [self._end_tokens] * len(prompts)
+        return list(self.insert_segments(segments, most, stop_sequences=ends, options=options))
 
 
 class EngineThread:
@@ -322,7 +383,7 @@ class EngineThread:
         models, texts = self.models, self.models.texts
         assert texts is not None
         if self.batch is None:
-            self.batch = models.batch(self.stream)
+            self.batch = ServedBatch(models, self.stream)
             self._num_computed = 0
         work.state = "batched"
         for index, uid in enumerate(self.batch.insert_request(request)):

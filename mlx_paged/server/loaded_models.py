@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import server as upstream
 from mlx_lm import utils
-from mlx_lm.generate import make_stop_sequences, stream_generate
+from mlx_lm.generate import stream_generate
 from mlx_lm.models import cache as stock_cache
 
 from ..engine.constraint import GrammarProcessor
@@ -29,7 +29,7 @@ from ..kv.pool import BlockPool
 from ..machine import memory_beside, usable_memory
 from ..model_folder import check_model_folder, check_weight_files, explain_load_errors, weight_bytes
 from ..patches.cache.lru_prompt_cache import PagedPromptCache
-from ..patches.cache.pools import count_weights, known_pool, pool_of, prefix_pool_of
+from ..patches.cache.pools import count_weights, known_pool, pool_of
 from ..patches.cache.prompt_cache import factory_of
 from ..patches.generate.batch_generator import PagedBatchGenerator
 from ..patches.generate.drafting import check_same_tokens, share_budget, why_not_drafted
@@ -39,7 +39,6 @@ from ..patches.samplers import processors_of, sampler_of
 from ..patches.sharded import sharded_load
 from ..prefix.disk import DiskTier
 from ..prefix.identity import identity_of
-from ..prefix.prefix_cache import SharedPrefixes
 from ..prefix.shelf import Shelf
 from ..ranks.ranks import Ranks
 from .errors import not_found
@@ -159,61 +158,6 @@ def load_weights(key: ModelKey, cli_args: Any, *, group: Any = None) -> Weights:
         logging.warning("requests run one at a time, as in mlx-lm: %s", why_not)
         together = False
     return Weights(key, model, tokenizer, config, draft_model, together)
-
-
-class ServedBatch(PagedBatchGenerator):
-    """A batch generator for requests of the server.
-
-    Args:
-        cache: the prompt cache of all models; None: requests share no prefixes.
-        weights: the present model.
-        args: arguments of the command line.
-        stream: stream to compute on.
-    """
-
-    def __init__(self, cache: PagedPromptCache | None, weights: Weights, args: Any, stream: mx.Stream) -> None:
-        prefixes: SharedPrefixes | None = None
-        if cache is not None:
-            prefixes = cache.shared_prefixes(weights.key, prefix_pool_of(weights.model))
-        drafts: dict[str, Any] = {}
-        if weights.draft_model is not None:
-            drafts = {"draft_model": weights.draft_model, "num_draft_tokens": args.num_draft_tokens}
-            draft_pool = known_pool(weights.draft_model)
-            if cache is not None and draft_pool is not None:
-                drafts["draft_prefixes"] = cache.shared_prefixes(weights.key, draft_pool, 1)
-        super().__init__(
-            weights.model,
-            prefixes=prefixes,
-            **drafts,
-            completion_batch_size=args.decode_concurrency,
-            prefill_batch_size=args.prompt_concurrency,
-            prefill_step_size=args.prefill_step_size,
-            stream=stream,
-        )
-        self._tokenizer = weights.tokenizer
-        self._end_tokens = make_stop_sequences(weights.tokenizer)
-
-    def insert_request(self, request: ServerRequest) -> list[int]:
-        """Queue a request's answers. If it raises, nothing has been queued."""
-        prompts = [request.prompt_of(index) for index in range(request.num_answers)]
-        # Chunks end with segments only where prefixes do.
-        segments = [prompt.segments if self.reuses_only_at_boundaries else [prompt.tokens] for prompt in prompts]
-        options = [
-            RequestOptions(
-                request.salt,
-                sampling.seed,
-                grammar_of(request, prompt, self._tokenizer),
-                request.prompt_lookup,
-                sampling,
-                priority=request.priority,
-                client=request.client,
-                num_draft_tokens=request.num_draft_tokens,
-                keep=request.num_kept(prompt),
-            )
-            for prompt, sampling in zip(prompts, map(request.sampling_of, range(len(prompts))), strict=True)
-        ]
-        most, ends = [request.max_tokens or 1] * len(prompts), [self._end_tokens] * len(prompts)
-        return list(self.insert_segments(segments, most, stop_sequences=ends, options=options))
 
 
 def grammar_of(request: ServerRequest, prompt: Prompt, tokenizer: Any) -> Any:
@@ -422,11 +366,6 @@ class LoadedModels:
             return False
         return all(prompt.vision is None for prompt in request.prompts)
 
-    def batch(self, stream: mx.Stream) -> ServedBatch:
-        assert self.weights is not None
-        cache = self.prompt_cache if self.config.prefix_cache else None
-        return ServedBatch(cache, self.weights, self.cli_args, stream)
-
     def scores(self, tokens: list[int], num_top: int) -> Iterator[tuple[list[float], list[Any]] | None]:
         """Run the model over a prompt slice by slice, apart from the batch and with caches of its own."""
         assert self.weights is not None
@@ -500,7 +439,7 @@ class LoadedModels:
             with self.prompt_cache.salted(request.salt):
                 self.prompt_cache.insert_cache(weights.key, key, cache)
 
-    def trim(self, batch: ServedBatch | None) -> None:
+    def trim(self, batch: PagedBatchGenerator | None) -> None:
         args, cache = self.cli_args, self.prompt_cache
         if args.prompt_cache_size is not None:
             cache.trim_to(n_sequences=args.prompt_cache_size)
