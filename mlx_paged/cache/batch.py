@@ -174,6 +174,7 @@ class Batch:
     def _trim(self, indices: Iterable[int]) -> None:
         for index in indices:
             self.pool.trim(self.tables[index], self.counts[index])
+            self.pool.appended_tokens -= self.counts[index]  # they will be appended again
 
     def undo_reserve(self) -> None:
         """Undo the latest :meth:`reserve`; what layers have written for it is dropped."""

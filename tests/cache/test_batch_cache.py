@@ -81,7 +81,7 @@ def test_failed_reserve_changes_nothing() -> None:
     with pytest.raises(PoolExhaustedError):
         while True:  # take what is left
             taken += pool.allocate(0, 1)
-    before = pool.stats()
+    before, appended = pool.stats(), pool.appended_tokens
     batch = Batch(pool, [row[0].sequence for row in solo])
     with pytest.raises(NoBlocksError) as failed:
         batch.reserve()
@@ -90,7 +90,7 @@ def test_failed_reserve_changes_nothing() -> None:
     with pytest.raises(BlockStateError, match="without reserved positions"):
         caches[0].attend(*parts_of(1000, 3)[0], AttentionParams(SCALE))
     assert [cache.offset.tolist() for cache in caches] == [[8, 7, 16]] * LAYERS
-    assert pool.stats() == before
+    assert pool.stats() == before and pool.appended_tokens == appended
     pool.release(0, taken)
     pool.check_integrity()
 
