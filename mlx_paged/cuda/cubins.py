@@ -197,7 +197,8 @@ class Cubins:
         return future
 
     def kernel(self, source: Source, type_of: dict[mx.Dtype, str]) -> CompiledKernel:
-        """Return the kernel of a text. Raises NoKernelError if it does not compile, RuntimeError if MLX cannot load it."""
+        """Return the kernel of a text. Raises NoKernelError if it does not compile, RuntimeError if MLX cannot load
+        it."""
         future = self.start(source)
         if (failed := future.exception()) is not None:  # a new one: the future's would keep the frames of all callers
             raise NoKernelError(str(failed))

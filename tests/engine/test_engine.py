@@ -123,7 +123,7 @@ def test_cache_of_a_finished_request_is_dropped_for_others() -> None:
     assert_answered(engine, second, prompt_of(24, seed=1), 4)
 
 
-def test_cache_of_a_finished_request_makes_room_if_blocks_are_gone_after_the_plan(
+def test_a_finished_cache_makes_room_if_blocks_are_gone_after_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another thread may take blocks between the plan and the step."""
