@@ -162,12 +162,12 @@ def serve(args: argparse.Namespace, config: ServerConfig, pages: PagedConfig, ra
     raise_cpu_cache_limit()
     try:
         from ..server import loaded_models
+        from ..server.app import LOOPBACK
+        from ..server.service import Service
+
+        loaded_models.check_known()
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"the server does not support this version of mlx-lm: {error}") from None
-    loaded_models.check_known()
-    from ..server.app import LOOPBACK
-    from ..server.service import Service
-
     unify_log_format()
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)  # of prompts that are refused
     if not config.api_keys and LOOPBACK.fullmatch(args.host) is None:

@@ -189,6 +189,7 @@ class Ranks(Peers):
         limit.start()
         with suppress(Exception):
             print(f"mlx_paged: rank {self.rank} of {self.size} ends: {why}", file=sys.stderr, flush=True)
+        with suppress(Exception):  # also if nobody reads stderr any more
             for other in self._others:
                 with suppress(RankError):
                     other.send(why)

@@ -123,6 +123,13 @@ def test_end_of_a_connection_ends_the_process(pair: Any) -> None:
     assert ended.get(timeout=MOST_SECONDS) == EXIT_STATUS
 
 
+def test_clients_are_told_of_the_end_without_a_stderr(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, theirs, ended = pair
+    monkeypatch.setattr(ranks_module.sys, "stderr", SimpleNamespace())  # writing to it raises an error
+    theirs.close()
+    assert ended.get(timeout=MOST_SECONDS) == "rank 1 has died"
+
+
 def test_failed_step_names_the_rank_that_is_gone(pair: Any) -> None:
     """MLX's reduction fails before the end of the connection is noticed."""
     ranks, theirs, ended = pair

@@ -52,3 +52,7 @@ def test_server_ends_with_a_version_of_mlx_lm_that_it_does_not_know(
     with pytest.raises(SystemExit) as ended:
         server.main(["--port", "9"])
     assert ended.value.code == 78 and "does not support this version of mlx-lm" in capsys.readouterr().err
+    monkeypatch.delattr("mlx_lm.server.ResponseGenerator")
+    with pytest.raises(SystemExit) as ended:
+        server.main(["--port", "9"])
+    assert ended.value.code == 78 and "has no attribute 'ResponseGenerator'" in capsys.readouterr().err
