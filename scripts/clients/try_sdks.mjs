@@ -31,7 +31,8 @@ for (const [name, provider] of [["@ai-sdk/openai-compatible", createOpenAICompat
     const result = streamText({ model: provider(model), tools: { bash }, stopWhen: stepCountIs(20), prompt: "Read them.", maxRetries: 0, onError({ error }) { throw error; } });
     await result.consumeStream();
     if ((await result.steps).length !== 12) throw new Error(`${(await result.steps).length} steps`);
-    return `${await result.text} cached ${(await result.usage).cachedInputTokens}`;
+    const usage = await result.usage;
+    return `${await result.text} cached ${usage.inputTokenDetails?.cacheReadTokens ?? usage.cachedInputTokens}`;
   });
   await check(`${name}, schema`, async () => JSON.stringify((await generateObject({ model: provider(model), schema: city, prompt: "SCHEMA: which city?", maxRetries: 0 })).object));
 }
