@@ -115,18 +115,17 @@ class DeviceBlocks:
 
     def write(self, tokens: NewTokens, k: mx.array, v: mx.array, *, stored: bool = False) -> None:
         """Write new tokens; see :meth:`Blocks.write`."""
-        launch: kernels.WriteLaunch | None
-        if stored and self.pages is not None:
-            launch = kernels.prepare_write(self.__keys, self.__values, tokens.slots(), self.pages, stored=True)
-            self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
-            return
-        if (launch := tokens.made.get("write")) is None:
-            launch = kernels.prepare_write(self.__keys, self.__values, tokens.slots(), self.pages)
-            tokens.made["write"] = launch
-        if self.rotates:
+        is_stored = stored and self.pages is not None
+        key = "write", is_stored
+        launch = tokens.made.get(key)
+        if launch is None:
+            slots = tokens.slots()
+            launch = kernels.prepare_write(self.__keys, self.__values, slots, self.pages, stored=is_stored)
+            tokens.made[key] = launch
+        if self.rotates and not is_stored:
             k, v = rotate(k), rotate(v)
         self.__fence = launch(self.__keys, self.__values, self.__fence, k, v)
-        if tokens.is_pack and tokens.can_compute:
+        if tokens.is_pack and tokens.can_compute and not is_stored:
             self._pace(tokens)
 
     def _pace(self, tokens: NewTokens) -> None:
