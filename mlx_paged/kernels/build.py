@@ -132,8 +132,6 @@ class DeviceRows:
     def __init__(self) -> None:
         self._host = np.zeros(0, np.int32)
         self._device: mx.array | None = None
-        # What the last step added, on the host (shape, bytes) and on the device.
-        self._change: tuple[tuple[tuple[int, ...], bytes], mx.array] | None = None
         self._num_increments = 0
         self._thread = 0  # the thread that made the arrays: no other may use them before they are computed
 
@@ -162,19 +160,24 @@ class DeviceRows:
     def _next(self, rows: np.ndarray) -> mx.array:
         before, self._host = self._host, rows
         if self._device is not None and self._thread == get_ident() and before.shape == rows.shape:
-            change = rows - before
-            key = change.shape, change.tobytes()
-            if self._change is None or key != self._change[0]:
-                if not change.any():
-                    return self._device
-                # Only gains of one token or none are added on the device.
-                self._change = (key, mx.array(change)) if change.min() >= 0 and change.max() == 1 else None
-            if self._change is not None and self._num_increments < MAX_INCREMENTS:
+            changes, gains = _gains_of(rows.shape, rows.dtype, (rows - before).tobytes())
+            if not changes:
+                return self._device
+            if gains is not None and self._num_increments < MAX_INCREMENTS:
                 self._num_increments += 1
-                self._device = self._device + self._change[1]
+                self._device = self._device + gains
                 return self._device
         self._device, self._num_increments, self._thread = mx.array(rows), 0, get_ident()
         return self._device
+
+
+@lru_cache(maxsize=256)
+def _gains_of(shape: tuple[int, ...], dtype: np.dtype[Any], change: bytes) -> tuple[bool, mx.array | None]:
+    """Return whether rows of this shape change, and, if each gains one token or none, what to add to them on the
+    device. Cached for all batches, since an array from the host costs each new sequence time."""
+    rows = np.frombuffer(change, dtype).reshape(shape)
+    gains = mx.array(rows) if rows.min() >= 0 and rows.max() == 1 else None
+    return bool(rows.any()), gains
 
 
 def prepared(kernel: Callable[..., list[mx.array]], options: dict[str, Any]) -> Launch:

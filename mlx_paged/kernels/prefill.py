@@ -16,6 +16,7 @@ import mlx.core as mx
 from . import ops
 from .availability import backend, cuda_limits
 from .build import Constants, Launch, NoKernelError, build_kernel, prepared
+from .decode_spec import params_of
 from .launch_shape import MAX_TENSOR_HEAD_DIM, Variant, unsupported
 from .quantized import PageShape
 
@@ -219,6 +220,6 @@ def prepare_prefill(
         "output_shapes": [(sum(counts), n_q_heads, 1, value_dim), (1,)],
         "output_dtypes": [dtype, mx.uint32],
     }
-    params = mx.array([scale, softcap or 1.0, seen, stride if seen == window else 1], mx.float32)
+    params = params_of(scale, softcap or 1.0, seen, stride if seen == window else 1)
     launch = prepared(build_kernel(variant.body, constants), options)
     return PrefillLaunch(launch, tables, mx.array(tiles, mx.int32), params)

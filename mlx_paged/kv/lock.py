@@ -24,7 +24,7 @@ GLANCE_SECONDS = 0.02  # to wait for the lock; a thread that holds it longer is 
 GLANCES = 5
 # Tensors of so many bytes go back to the system when they are dropped; smaller ones stay in MLX's cache, where the next
 # sequence finds them.
-RETURNED_BYTES = 64 << 20
+RETURNED_BYTES = 256 << 20
 
 _numbers = itertools.count()
 

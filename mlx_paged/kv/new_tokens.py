@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -73,7 +73,6 @@ class NewTokens:
         # Block tables [B, width] on the host, the versions of their rows, and what the device has of them.
         self._host, self._versions = np.zeros((0, 0), np.int32), [-1] * len(counts)
         self._device: dict[tuple[int, bool], mx.array] = {}
-        self._starts: tuple[tuple[int, ...], mx.array] | None = None
         self._shared: SharedRows | None = None
         self._common: np.ndarray | None = None  # leading blocks that each row shares with another; None: not known
         self._items: tuple[Any, mx.array | None] = None, None
@@ -170,20 +169,13 @@ class NewTokens:
             ends = self.lengths[:, None] + np.arange(1 - self.counts[0], 1, dtype=np.int32)
         ends = padded(ends, None if shape is None else shape[0])
         if window is None or ends.max(initial=0) <= window.size:  # the window hides nothing
-            starts = self._no_starts(ends.shape)
+            starts = no_starts(ends.shape)
         else:
             starts = self._first_rows[window].of(window.first_seen_by(ends - 1))
         of_tokens = self._tokens(len(ends))[1] if by_token else self._end_rows.of(ends)
         found = self.block_tables(shape, by_token=by_token), of_tokens, starts
         self.made["visible", window, num_rows, shape] = found
         return found
-
-    def _no_starts(self, shape: tuple[int, ...]) -> mx.array:
-        """Return the starts of visible positions without a window: zeros, int32."""
-        if self._starts is None or self._starts[0] != shape:
-            self._starts = shape, DeviceRows().of(np.zeros(shape, np.int32))
-            mx.async_eval(self._starts[1])  # another thread's steps may read it
-        return self._starts[1]
 
     def block_tables(self, shape: tuple[int, int] | None = None, *, by_token: bool = False) -> mx.array:
         """Return the block tables on the device, int32 ``[B, max_blocks]``, by absolute position; entries past a row's
@@ -316,6 +308,14 @@ class NewTokens:
     def join(parts: Sequence[mx.array]) -> mx.array:
         """Join parts ``[1, n_heads, counts[b], head_dim]`` to ``[T, n_heads, 1, head_dim]``."""
         return mx.concatenate([part.swapaxes(0, 2) for part in parts])
+
+
+@lru_cache(maxsize=256)
+def no_starts(shape: tuple[int, ...]) -> mx.array:
+    """Return the starts of visible positions without a window: zeros, int32, cached."""
+    starts = DeviceRows().of(np.zeros(shape, np.int32))
+    mx.eval(starts)  # other threads' steps read it, too
+    return starts
 
 
 def lengths_of(tables: Sequence[BlockTable]) -> np.ndarray:
