@@ -57,6 +57,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Sizes in bytes of the arrays that the host sends, as if on CUDA."""
     sizes, make = [], mx.array
     monkeypatch.setattr(kernel_build, "backend", lambda: "cuda")
+    kernel_build._gains_of.cache_clear()
     monkeypatch.setattr(kernel_build.mx, "array", lambda rows: sizes.append(rows.nbytes) or make(rows))
     yield sizes
 
