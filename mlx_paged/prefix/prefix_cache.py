@@ -95,7 +95,8 @@ class PrefixCache:
 
     def match(self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False) -> Match:
         """Return the longest prefix of ``tokens`` that every group can serve, never all of them: the last token is left
-        to compute. Takes no reference; see :meth:`adopt`.
+        to compute. Takes no reference (see :meth:`adopt`), but marks its path as used: a waiting request, most often a
+        preempted one, will soon need it.
 
         Args:
             tokens: tokens to look up.
@@ -108,6 +109,7 @@ class PrefixCache:
             for path in self._candidates(tokens, salt, to_state):
                 length = path[-1].end
                 if serves(self.windows, self.block_size, length, partial(_is_held, path)):
+                    self._touch(path)
                     return Match(length, path, self._blocks_of(path, length))
             return Match(0, [], tuple([] for _ in self.windows))
 
@@ -159,7 +161,6 @@ class PrefixCache:
             match = self.match(tokens, salt, to_state=to_state)
             self.hit_tokens += match.length
             table = self.pool.table_over(match.blocks, match.length)
-            self._touch(match.path)
             for window, behind in zip(self.windows, self._behind, strict=True):
                 seen = 0 if window is None else window.first_seen(match.length) // self.block_size
                 for entry in match.path[seen:] if behind else ():

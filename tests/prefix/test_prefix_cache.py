@@ -132,6 +132,16 @@ def test_least_recently_used_leaf_is_evicted_first() -> None:
     cache.check_integrity()
 
 
+def test_match_of_a_waiting_request_is_evicted_after_the_others() -> None:
+    cache, _pool = make_tree((None,))
+    for n in range(2):
+        add(cache, [n, *range(11)])
+    assert cache.match([0, *range(12)]).length == 12
+    assert cache.evict(0, 3) == 3
+    assert cache.match([0, *range(12)]).length == 12
+    cache.check_integrity()
+
+
 def test_entry_in_use_is_evicted_to_reach_those_before_it() -> None:
     """A sequence has a block of its own for tokens that another one inserted first."""
     cache, pool = make_tree((None,))
