@@ -23,11 +23,11 @@ import mlx.core as mx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_paged.cli.doctor_kernels import Shape, popular_shapes
-from mlx_paged.kernels import bodies, draw_rows, quantized
+from mlx_paged.kernels import bodies, draw_rows
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.build import Constants
-from mlx_paged.kernels.decode_spec import pool_constants_of, spec_of
+from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import DTYPES, Variant, shape_for
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from tests.support.kernels.scratch import MIN_DEVICE_ELEMENTS, launch_alone
@@ -79,7 +79,6 @@ def recorded() -> Iterator[Recorder]:
         for function in (
             kernel_build.build_kernel,
             kernels.variants_of,
-            kernels.latent_variants_of,
             bodies.kernel_text,
         ):
             function.cache_clear()
@@ -112,23 +111,18 @@ def launch(body: str, constants: Constants, num_rows: int = MIN_DEVICE_ELEMENTS)
 def launch_shape(shape: Shape) -> None:
     """Launch the decode kernels for this shape, and those that write, read and copy its blocks, plain or quantised."""
     block, gqa, dim = shape.block_size, shape.gqa, shape.head_dim
-    pool = pool_constants_of(shape.dtype, dim, dim, block)
-    for slots in (mx.int32, mx.int64):
-        launch("write_slots", (*pool, ("S", slots)))
-    launch("gather_blocks", pool)
-    launch("copy_blocks", pool)
     for pages in (None, *quantized_pages(shape)):
         variants = kernels.variants_of(shape.dtype, dim, dim, 8 * gqa, 8, block, shape.softcap, shape.sinks, pages)
         for variant in (*variants, *filter(None, map(kernels.shared_variant_of, variants))):
             launch_variant(variant, gqa)
-        for body, constants in () if pages is None else quantized.texts_of(pages, block):
-            launch(body, constants)
+        for text in kernels.pool_texts(shape.dtype, dim, dim, block, pages).values():
+            launch(*text)
 
 
 def launch_variant(variant: Variant, num_heads: int) -> None:
     """Launch every kernel of a decode variant's steps, of one partition and of several."""
     for partitions in (1, 2):
-        for text in spec_of(variant, shape_for(variant, None), 1, num_heads, 1, partitions).texts(variant):
+        for text in spec_of(variant, shape_for(variant, None), 1, num_heads, 1, partitions).texts:
             launch(*text)
 
 
@@ -136,7 +130,7 @@ def launch_others() -> None:
     """Launch the kernels over latents, and those that sample."""
     for dtype in DTYPES:
         for rank, rope, heads in ((512, 64, 16), (256, 64, 8)):
-            for variant in kernels.latent_variants_of(dtype, rank, rope, heads, 1, 32):
+            for variant in kernels.variants_of(dtype, rank, rope, heads, 1, 32, use="latents"):
                 launch_variant(variant, heads)
         for num_rows in (1, MIN_DEVICE_ELEMENTS):  # MLX puts inputs of fewer than 8 elements in another address space
             launch(*draw_rows.kernel_key(dtype, "metal"), num_rows)

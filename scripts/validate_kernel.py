@@ -27,8 +27,7 @@ from mlx_paged.config import parse_kv_bits
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import MAX_RMS, attention, decode_difference, outcome_of, self_check
 from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_QUERY_LENGTH, SHARED_BODIES, Variant
-from mlx_paged.kernels.quantized import PageShape
-from scripts.support.paged_decode import decode_variants, gather_blocks, paged_decode, write_slots
+from scripts.support.paged_decode import decode_variants, gather_blocks, page_shape, paged_decode, write_slots
 
 ROPE = 64  # elements of a rotary part beside a latent
 # dtype, elements of a latent, query heads, block size
@@ -58,7 +57,7 @@ def variants(bits: Any, group_size: int) -> Iterator[Variant]:
         dim = shape.head_dim
         if bits and dim % group_size:
             continue
-        pages = PageShape.of(dim, bits, group_size, shape.dtype) if bits else None
+        pages = page_shape(dim, bits, group_size, shape.dtype) if bits else None
         heads = shape.dtype, dim, dim, 2 * shape.gqa, 2, shape.block_size
         for variant in kernels.variants_of(*heads, shape.softcap, shape.sinks, pages):
             yield variant
@@ -66,7 +65,7 @@ def variants(bits: Any, group_size: int) -> Iterator[Variant]:
             if shared is not None:
                 yield shared
     for dtype, rank, num_heads, block in LATENTS if not bits else ():
-        yield from kernels.latent_variants_of(dtype, rank, ROPE, num_heads, 1, block)
+        yield from kernels.variants_of(dtype, rank, ROPE, num_heads, 1, block, use="latents")
 
 
 def check_limits(tokens: int = 1 << 20) -> int:

@@ -9,10 +9,10 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlx_paged.kernels import decode_spec, ops, prefill
+from mlx_paged.kernels import decode_spec, ops
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import count_partitions, shape_for
-from mlx_paged.kernels.quantized import PageShape
+from tests.support.kernels.quantized_pages import page_shape
 
 PAGE = Path(__file__).parents[1] / "docs" / "metal.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
@@ -34,15 +34,15 @@ GATHER = "MLX's attention, over a copy of the context in each layer"
 def decode_of(backend: str, shape: tuple[str, mx.Dtype, int, int, int, int]) -> str:
     """Return the kernel that decodes, and its launches in a layer at 200 and 8,192 tokens."""
     name, dtype, dim, n_q, n_kv, bits = shape
-    pages = PageShape.of(dim, (bits, bits), 64, dtype) if bits else None
+    pages = page_shape(dim, (bits, bits), 64, dtype) if bits else None
     if name.startswith("latents"):
-        variant = ops.latent_variants_of(dtype, dim, 64, n_q, n_kv, 32)[0]
+        variant = ops.variants_of(dtype, dim, 64, n_q, n_kv, 32, use="latents")[0]
     else:
         variant = ops.variants_of(dtype, dim, dim, n_q, n_kv, 32, False, False, pages)[0]
     own = shape_for(variant, CORES if backend == "metal" else None)
     table = {200: 8 if backend == "metal" else 16, 8192: 256}  # blocks (kv/step.py)
     specs = [spec_of(variant, own, 1, n_q, 1, count_partitions(32 * width, own)) for width in table.values()]
-    return f"`{variant.body}`: " + ", ".join(str(1 + bool(spec.merge)) for spec in specs)
+    return f"`{variant.body}`: " + ", ".join(str(len(spec.launches)) for spec in specs)
 
 
 def prompts_of(shape: tuple[str, mx.Dtype, int, int, int, int]) -> str:
@@ -50,22 +50,22 @@ def prompts_of(shape: tuple[str, mx.Dtype, int, int, int, int]) -> str:
     name, dtype, dim, n_q, n_kv, bits = shape
     if name.startswith("latents"):
         return "see ADR 0033"
-    if prefill.unsupported_prefill(dtype, dim, dim, n_q // n_kv, 32):
+    pages = page_shape(dim, (bits, bits), 64, dtype) if bits else None
+    try:
+        found = ops.variants_of(dtype, dim, dim, n_q, n_kv, 32, False, False, pages, "prefill")
+    except ValueError:
         return GATHER
-    pages = PageShape.of(dim, (bits, bits), 64, dtype) if bits else None
-    found = prefill.prefill_variants_of(dtype, dim, dim, n_q, n_kv, 32, False, False, pages)
     return f"`{found[0].body}`: none" if found else GATHER
 
 
 def table() -> str:
     rows = {shape[0]: [shape[0]] for shape in SHAPES}
     limits: Any = SimpleNamespace(multiprocessors=132, groups_together=lambda size: 2)
-    caches = ops.variants_of, prefill.prefill_variants_of, ops.latent_variants_of, spec_of
+    caches = ops.variants_of, spec_of
     for backend in ("metal", "cuda"):
         for cached in caches:
             cached.cache_clear()
         with (
-            mock.patch.multiple(prefill, backend=lambda b=backend: b, cuda_limits=lambda: limits),
             mock.patch.multiple(ops, backend=lambda b=backend: b, cuda_limits=lambda: limits),
             mock.patch.multiple(decode_spec, cuda_limits=lambda: limits),
         ):

@@ -19,7 +19,6 @@ from ..kernels.availability import backend, device_unsupported_reason
 from ..kernels.check import MAX_RMS, CheckResult, self_check
 from ..kernels.launch_shape import DTYPES, Variant
 from ..kernels.ops import new_fence, prepare_decode, variants_of
-from ..kernels.prefill import prefill_variants_of, unsupported_prefill
 from ..kernels.quantized import new_blocks
 from ..kv.blocks import blocks_choice
 from ..kv.geometry import AttentionParams, QueryHeads
@@ -140,9 +139,8 @@ def _rows_of_shape(shape: Shape, config: PagedConfig) -> Iterator[Row]:
         yield Row(passed, str(shape), "-", error, None, None, use)
         return
     heads = shape.dtype, shape.head_dim, shape.head_dim, shape.gqa * _KV_HEADS, _KV_HEADS, shape.block_size
-    if not unsupported_prefill(shape.dtype, shape.head_dim, shape.head_dim, shape.gqa, shape.block_size):
-        for variant in prefill_variants_of(*heads, shape.softcap, shape.sinks):
-            yield _checked(str(shape), variant.body, self_check(variant), "packed prefill")
+    for variant in variants_of(*heads, shape.softcap, shape.sinks, use="prefill") if shape.dtype.size == 2 else ():
+        yield _checked(str(shape), variant.body, self_check(variant), "packed prefill")
     for variant in variants_of(*heads, shape.softcap, shape.sinks):
         row = _checked(str(shape), variant.body, self_check(variant), use)
         if row.passed:

@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,14 @@ import mlx.core as mx
 
 from ..errors import check_device
 from ..kernels.bodies import text_of
-from ..kernels.build import TYPE_NAMES, Constants, NoKernelError, condensed, kernel_source, warn_when_compiling
+from ..kernels.build import (
+    Constants,
+    KernelText,
+    NoKernelError,
+    condensed,
+    kernel_source,
+    warn_when_compiling,
+)
 from .launch import CompiledKernel, Source, load, source_of
 
 # The compiler -------------------------------------------------------------------------------------------------------
@@ -94,9 +101,8 @@ def nvrtc() -> Nvrtc | None:
 _DIGEST_BYTES = 32  # SHA-256 at the start of a file, before the machine code
 _DAY = 24 * 60 * 60
 _KEPT_SECONDS = 30 * _DAY  # a file that no process has used for so long is deleted
-# By architecture: a text that names this macro uses features that later architectures lack, and is compiled for this
-# target only.
-_FEATURE_TARGETS = {"sm_90": ("__CUDA_ARCH_FEAT_SM90_ALL", "sm_90a")}
+# A text that names this macro uses features of sm_90 that later architectures lack.
+_FEATURES_OF_SM_90 = "__CUDA_ARCH_FEAT_SM90_ALL"
 _TEST_KERNEL = Source(
     "mlx_paged_sum",
     'extern "C" __global__ void mlx_paged_sum(const unsigned* a, unsigned* out) { if (out) *out = *a + 7; }',
@@ -157,7 +163,7 @@ class CubinFolder:
 
 
 class Cubins:
-    """Machine code by text: read from disk, or compiled in a thread of its own and then written to disk.
+    """Machine code by text: read from disk, or compiled in a thread and written to disk.
 
     Args:
         compiler: compiles the texts.
@@ -176,54 +182,37 @@ class Cubins:
         self._architecture = architecture
         self._futures: dict[str, Future[bytes]] = {}
         self._lock = threading.Lock()
+        # A process that ends waits for these threads, and does not unload the compiler while it runs.
+        self._threads = ThreadPoolExecutor(thread_name_prefix="mlx_paged compiles")
 
     def start(self, source: Source) -> Future[bytes]:
         """Start to compile a text unless that has been done. Return its machine code, or the compiler's error."""
         with self._lock:
-            if source.name in self._futures:
-                return self._futures[source.name]
-            future = self._futures[source.name] = Future()
-        key = self._key(source)
-        kept = None if self.folder is None else self.folder.read(key)
-        if kept is not None:
-            future.set_result(kept)
-        else:
-            # Not a daemon: a process that ends waits for the thread, and does not unload the compiler while it runs.
-            thread = threading.Thread(target=self._make, args=(source.text, key, future), name="mlx_paged compiles")
-            try:
-                thread.start()
-            except RuntimeError:  # no thread can start; others may wait for the future
-                self._make(source.text, key, future)
-        return future
+            if source.name not in self._futures:
+                self._futures[source.name] = self._threads.submit(self._machine_code, source.text)
+            return self._futures[source.name]
 
-    def kernel(self, source: Source, type_of: dict[mx.Dtype, str]) -> CompiledKernel:
+    def kernel(self, source: Source) -> CompiledKernel:
         """Return the kernel of a text. Raises NoKernelError if it does not compile, RuntimeError if MLX cannot load
         it."""
         future = self.start(source)
         if (failed := future.exception()) is not None:  # a new one: the future's would keep the frames of all callers
             raise NoKernelError(str(failed))
         code = future.result()
-        return CompiledKernel(source, load(source, code) if self.loads else code, type_of)
+        return CompiledKernel(source, load(source, code) if self.loads else code)
 
-    def _architecture_of(self, text: str) -> str:
-        """Return the architecture that a text is compiled for."""
-        macro, target = _FEATURE_TARGETS.get(self._architecture, ("", ""))
-        return target if macro and macro in text else self._architecture
-
-    def _key(self, source: Source) -> str:
-        parts = (source.text, self._architecture_of(source.text), self.version, *OPTIONS)
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
-
-    def _make(self, text: str, key: str, future: Future[bytes]) -> None:
-        try:
-            cubin = self._compiler.compile(text, self._architecture_of(text))
-        except Exception as error:
-            future.set_exception(error)
-            return
-        future.set_result(cubin)
-        if self.folder is not None:
-            with suppress(OSError):
-                self.folder.write(key, cubin)
+    def _machine_code(self, text: str) -> bytes:
+        has_features = self._architecture == "sm_90" and _FEATURES_OF_SM_90 in text
+        architecture = "sm_90a" if has_features else self._architecture
+        parts = (text, architecture, self.version, *OPTIONS)
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
+        cubin = None if self.folder is None else self.folder.read(key)
+        if cubin is None:
+            cubin = self._compiler.compile(text, architecture)
+            if self.folder is not None:
+                with suppress(OSError):
+                    self.folder.write(key, cubin)
+        return cubin
 
 
 @lru_cache(maxsize=1)
@@ -243,12 +232,12 @@ def cubins() -> Cubins | None:
 
 def _passes_test(made: Cubins) -> bool:
     """Return whether a test kernel compiles, launches and gives the right result."""
-    size, shapes, dtypes = (1, 1, 1), [(1,)], [mx.uint32]
+    size = 1, 1, 1
     try:
-        kernel = made.kernel(_TEST_KERNEL, {})
-        given = [mx.full((1,), 35, mx.uint32)]
-        (out,) = kernel(inputs=given, grid=size, threadgroup=size, output_shapes=shapes, output_dtypes=dtypes)
-        return out.item() == 42
+        launch = made.kernel(_TEST_KERNEL).prepared(
+            grid=size, threadgroup=size, output_shapes=[(1,)], output_dtypes=[mx.uint32]
+        )
+        return launch([mx.full((1,), 35, mx.uint32)])[0].item() == 42
     except Exception as error:
         check_device(error)
         return False
@@ -269,7 +258,7 @@ def folder_path() -> Path:
 def cuda_source(body: str, constants: Constants) -> Source:
     """Return the source of a kernel for NVRTC."""
     header, source = (condensed(text) for text in kernel_source(body, "cuda", constants))
-    return source_of(body, text_of("types.cuh") + header, source, dict(constants), TYPE_NAMES["cuda"])
+    return source_of(body, text_of("types.cuh") + header, source, dict(constants))
 
 
 def compiled_kernel(body: str, constants: Constants) -> CompiledKernel:
@@ -279,21 +268,15 @@ def compiled_kernel(body: str, constants: Constants) -> CompiledKernel:
     if known is None:
         raise NoKernelError("NVRTC, CUDA's runtime compiler, cannot be loaded")
     with warn_when_compiling():
-        return known.kernel(cuda_source(body, constants), TYPE_NAMES["cuda"])
+        return known.kernel(cuda_source(body, constants))
 
 
-def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:
-    """Start to compile kernels, (body, constants) each, in parallel threads."""
+def compile_ahead(kernels: Iterable[KernelText]) -> None:
+    """Start to compile kernels in parallel threads."""
     known = cubins()
     if known is not None:
         for kernel in kernels:
             known.start(cuda_source(*kernel))
-
-
-def is_kept() -> bool:
-    """Return whether machine code is kept on disk for later processes."""
-    known = cubins()
-    return known is not None and known.folder is not None
 
 
 def compiler_name() -> str:

@@ -1,16 +1,17 @@
-"""CompiledKernel: launches machine code, with the call interface of MLX's own kernels."""
+"""CompiledKernel: launches machine code."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..kernels.bodies import BODIES
+from ..kernels.build import TYPE_NAMES
 
 # Strides of inputs [batch, heads, length, dim] that a text may read with strides; heads and dim are the pool's. Values
 # come from a projection and are [batch, length, heads, dim] in memory; rotation has left keys row-contiguous.
@@ -46,22 +47,21 @@ class Source(NamedTuple):
     has_rows: bool = False
 
 
-def source_of(body: str, header: str, source: str, constants: Mapping[str, Any], type_of: Mapping[Any, str]) -> Source:
+def source_of(body: str, header: str, source: str, constants: Mapping[str, Any]) -> Source:
     """Return the complete source of a kernel.
 
     Args:
         body: the kernel's body.
         header: goes before the kernel.
         source: statements of the kernel, which declare its constants.
-        constants: of the kernel; T, S and O are dtypes.
-        type_of: C name of each dtype.
+        constants: of the kernel; T and O are dtypes.
     """
     record = BODIES[body]
     inputs, outputs = record.inputs, record.outputs
 
     def kind(name: str) -> str:
         known = record.type_of(name, constants)
-        return type_of[constants[known]] if known in constants else known
+        return TYPE_NAMES["cuda"][constants[known]] if known in constants else known
 
     parameters = [f"const {kind(name)}* {name}" for name in inputs] + [f"{kind(name)}* {name}" for name in outputs]
     axes, declared = [], []
@@ -145,38 +145,22 @@ def load(source: Source, code: bytes) -> bytes:
 
 
 class CompiledKernel:
-    """A kernel called like the result of ``mx.fast.cuda_kernel``. Inputs that are not row-contiguous are copied.
+    """A kernel with its machine code. Inputs that are not row-contiguous are copied.
 
     Args:
         source: the kernel's source.
         code: its machine code, or its name (see :func:`load`).
-        type_of: C name of each dtype.
     """
 
-    def __init__(self, source: Source, code: bytes, type_of: dict[mx.Dtype, str]) -> None:
+    def __init__(self, source: Source, code: bytes) -> None:
         self.source = source
         self._code = code
-        self._type_of = {**type_of, mx.uint32: "uint32_t"}
         self._is_checked = False
 
-    def __call__(
-        self,
-        *,
-        inputs: Sequence[mx.array],
-        grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
-        output_shapes: Sequence[tuple[int, ...]],
-        output_dtypes: Sequence[mx.Dtype],
-    ) -> list[mx.array]:
-        """Launch; see ``mx.fast.cuda_kernel``. The first call raises ValueError if inputs have other dtypes than the
-        text's."""
-        return self.prepared(
-            grid=grid, threadgroup=threadgroup, output_shapes=output_shapes, output_dtypes=output_dtypes
-        )(list(inputs))
-
     def prepared(self, **options: Any) -> Callable[[list[mx.array]], list[mx.array]]:
-        """Return a function of the inputs alone, with these keyword arguments. Inputs must have the same shapes at each
-        call: what depends on the shapes is computed once."""
+        """Return a function of the inputs, with the other arguments of MLX's kernels (:func:`..kernels.build.prepare`).
+        The first call raises ValueError if inputs have other dtypes than the text's. Inputs must have the same shapes
+        at each call: what depends on the shapes is computed once."""
         name, _, types, axes, _, tokens_first, shared, has_rows = self.source
         options = {
             **{"name": name, "compiled_source": self._code, "shared_memory": shared, "ensure_row_contiguous": True},
@@ -189,7 +173,7 @@ class CompiledKernel:
             nonlocal is_known
             if not is_known:
                 if not self._is_checked:
-                    given = tuple(self._type_of.get(x.dtype, str(x.dtype)) for x in inputs)
+                    given = tuple(TYPE_NAMES["cuda"].get(x.dtype, str(x.dtype)) for x in inputs)
                     if given != types:
                         raise ValueError(f"inputs of {name} must have types {types}, got {given}")
                     self._is_checked = True

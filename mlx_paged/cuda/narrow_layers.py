@@ -84,9 +84,9 @@ def fused_projections(
 def gated(gate: nn.Module, up: nn.Module, x: mx.array) -> mx.array | None:
     """Return ``silu(gate(x)) * up(x)`` from one kernel launch; None if no launch can do it."""
     weights = _weights_of([gate, up])
-    if weights is None or not narrow_matmul.covers_gated(x, *weights):
+    if weights is None or not narrow_matmul.covers(x, weights, gated=True):
         return None
-    return narrow_matmul.gated_product(x, *weights)
+    return narrow_matmul.products(x, weights, gated=True)[0]
 
 
 def _weights_of(layers: Sequence[nn.Module]) -> list[narrow_matmul.Matrix] | None:

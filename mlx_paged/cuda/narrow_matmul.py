@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..kernels.availability import backend
-from ..kernels.build import KernelText, build_kernel, compile_ahead
+from ..kernels.build import KernelText, compile_ahead, prepare
 from ..kernels.check import CheckResult, check_and_warn, outcome_of, worst_rms
-
-BITS = (4, 8)
-GROUP_SIZES = (32, 64, 128)
+from ..kernels.quantized import BITS, GROUP_SIZES
 
 
 class PackedWeight(NamedTuple):
@@ -95,14 +93,24 @@ def is_available() -> bool:
     return backend() == "cuda" and mx.default_device() == mx.Device(mx.gpu)
 
 
-def covers(x: mx.array, weights: Sequence[Matrix], bias: mx.array | None = None) -> bool:
+def covers(x: mx.array, weights: Sequence[Matrix], bias: mx.array | None = None, *, gated: bool = False) -> bool:
     """Return whether :func:`products` can multiply these: it supports shapes, dtypes and device, and the kernel works.
 
     The first call for a dtype, a tile and a body compiles and checks the kernel.
     """
-    if bias is not None and (len(weights) != 1 or bias.shape != weights[0].shape[:1] or bias.dtype != x.dtype):
+    depth, bits, width = x.shape[-1], _bits_of(weights), weights[0].shape[0]
+    if bias is not None and (len(weights) != 1 or bias.shape != (width,) or bias.dtype != x.dtype):
         return False
-    return len(weights) <= MAX_MATRICES and _covers(_body_of(weights, bias), x, weights)
+    return (
+        0 < x.size // max(1, depth) <= (MAX_PACKED_ROWS if bits else MAX_ROWS)
+        and depth % _VECTOR == 0
+        and len(weights) <= MAX_MATRICES
+        and all(len(w.shape) == 2 and w.shape[1] == depth and w.dtype == x.dtype for w in weights)
+        and len({_form_of(w) for w in weights}) == 1
+        and all(w.shape[0] * depth <= (MAX_PACKED_SIZE if bits else MAX_SIZE) for w in weights)
+        and not (gated and weights[1].shape[0] != width)
+        and passes_check(_body_of(weights, bias, gated), x.dtype, _tile_of(x), bits)
+    )
 
 
 def products(
@@ -110,6 +118,8 @@ def products(
     weights: Sequence[Matrix],
     bias: mx.array | None = None,
     shapes: Sequence[tuple[int, ...]] | None = None,
+    *,
+    gated: bool = False,
 ) -> list[mx.array]:
     """Return ``x @ w.T`` for few rows and each matrix, computed in one launch; requires :func:`covers`.
 
@@ -119,39 +129,13 @@ def products(
             of 8.
         bias: ``[width]``, added to the product, or None; with one matrix only.
         shapes: shapes of the results, instead of ``[..., width]``.
+        gated: return ``silu(x @ gate.T) * (x @ up.T)`` of two matrices alone, rounded after each operation as MLX does.
 
     Returns:
         ``[..., width]`` for each matrix. A row's bits depend neither on the other rows nor on their number.
     """
-    shapes = shapes or [(*x.shape[:-1], w.shape[0]) for w in weights]
-    return launch(_body_of(weights, bias), x, weights, bias, _tile_of(x), shapes)
-
-
-def covers_gated(x: mx.array, gate: Matrix, up: Matrix) -> bool:
-    """Return whether :func:`gated_product` can compute this; see :func:`covers`."""
-    return gate.shape == up.shape and _covers(GATED, x, [gate, up])
-
-
-def gated_product(x: mx.array, gate: Matrix, up: Matrix) -> mx.array:
-    """Return ``silu(x @ gate.T) * (x @ up.T)``, computed in one launch, rounded after each operation as MLX does.
-
-    Args:
-        x, gate, up: as in :func:`products`.
-    """
-    shape = (*x.shape[:-1], gate.shape[0])
-    return launch(GATED, x, [gate, up], None, _tile_of(x), [shape])[0]
-
-
-def _covers(body: str, x: mx.array, weights: Sequence[Matrix]) -> bool:
-    depth, bits = x.shape[-1], _bits_of(weights)
-    return (
-        0 < x.size // max(1, depth) <= (MAX_PACKED_ROWS if bits else MAX_ROWS)
-        and depth % _VECTOR == 0
-        and all(len(w.shape) == 2 and w.shape[1] == depth and w.dtype == x.dtype for w in weights)
-        and len({_form_of(w) for w in weights}) == 1
-        and all(w.shape[0] * depth <= (MAX_PACKED_SIZE if bits else MAX_SIZE) for w in weights)
-        and passes_check(body, x.dtype, _tile_of(x), bits)
-    )
+    shapes = shapes or [(*x.shape[:-1], w.shape[0]) for w in weights[: 1 if gated else MAX_MATRICES]]
+    return launch(_body_of(weights, bias, gated), x, weights, bias, _tile_of(x), shapes)
 
 
 def _form_of(weight: Matrix) -> tuple[int, int]:
@@ -167,8 +151,8 @@ def _tile_of(x: mx.array) -> int:
     return SMALL if x.size <= SMALL * x.shape[-1] else LARGE
 
 
-def _body_of(weights: Sequence[Matrix], bias: mx.array | None) -> str:
-    return GROUPED if len(weights) > 1 else PLAIN if bias is None else BIASED
+def _body_of(weights: Sequence[Matrix], bias: mx.array | None, gated: bool) -> str:
+    return GATED if gated else GROUPED if len(weights) > 1 else PLAIN if bias is None else BIASED
 
 
 def kernel_key(body: str, dtype: mx.Dtype, tile: int, bits: int = 0) -> KernelText:
@@ -186,8 +170,8 @@ def kernel_key(body: str, dtype: mx.Dtype, tile: int, bits: int = 0) -> KernelTe
         ("GROUPS", 2),
     )
     if not bits:
-        return KernelText(body, constants)
-    return KernelText(body.replace("matmul", "quantized"), (*constants, ("BITS", bits)))
+        return body, constants
+    return body.replace("matmul", "quantized"), (*constants, ("BITS", bits))
 
 
 def launch(
@@ -211,13 +195,8 @@ def launch(
         inputs += w.arrays if isinstance(w, PackedWeight) else [w]
     if bias is not None:
         inputs.append(bias)
-    return build_kernel(key.body, key.constants)(
-        inputs=inputs,
-        grid=(tiles * threads, -(-x.size // (weights[0].shape[1] * tile)), 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=outputs,
-        output_dtypes=[x.dtype] * len(outputs),
-    )[: len(shapes)]
+    grid = tiles * threads, -(-x.size // (weights[0].shape[1] * tile)), 1
+    return prepare(key, grid, threads, [(shape, x.dtype) for shape in outputs])(inputs)[: len(shapes)]
 
 
 @lru_cache(maxsize=256)
@@ -229,7 +208,7 @@ def passes_check(body: str, dtype: mx.Dtype, tile: int, bits: int) -> bool:
     # Those likely to follow, too: rows that join, and drafts of a few rows, use the larger tile; a model that needs one
     # body mostly needs all.
     compile_ahead(kernel_key(each, dtype, own, bits) for each, own in ((body, LARGE), *((b, tile) for b in BODIES)))
-    kernel = f"{kernel_key(body, dtype, tile, bits).body} ({dtype}, {tile} rows)"
+    kernel = f"{kernel_key(body, dtype, tile, bits)[0]} ({dtype}, {tile} rows)"
     return check_and_warn(kernel, lambda: self_check(body, dtype, tile, bits))
 
 

@@ -36,118 +36,75 @@ class Body(NamedTuple):
         return self.file.endswith(".cuh")
 
     def type_of(self, name: str, constants: Mapping[str, Any]) -> str:
-        """Return the element type of an input or output in a text with these constants: T, S or O, which a constant
+        """Return the element type of an input or output in a text with these constants: T or O, which a constant
         defines, or a type of C."""
         if (name in _PAGES and "QUANTIZED" in self.variants) or (name in _MATRICES and "PACKED" in self.variants):
             return "uint32_t"
         return "O" if name == "out" and "O" in constants else _TYPES.get(name, "T")
 
 
-# Names of variants: the dialect; portable kernels that attend by partitions; pages not quantised, quantised, and their
-# rows as they are; latents; a row's own blocks, blocks common to rows, and the merge of both; for products what is
-# stored, and packed matrices; and tensor cores.
-VARIANTS = (
-    "METAL",
-    "PARTITIONS",
-    "PAGED",
-    "QUANTIZED",
-    "ROWS",
-    "LATENT",
-    "OWN",
-    "COMMON",
-    "JOIN",
-    "PLAIN",
-    "BIAS",
-    "GATE",
-    "GROUP",
-    "PACKED",
-    "TENSOR",
-)
-
 _PAGES, _MATRICES = ("k_pool", "v_pool"), ("w", "w1", "w2")
 _TYPES = {  # those that are not T
     **dict.fromkeys(("fence", "fence_out", "arrivals", "keys", "positions"), "uint32_t"),
-    **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "tiles", "items"), "int"),
+    **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "slots", "tiles", "items"), "int"),
     **dict.fromkeys(("params", "sinks", "stats", "partial"), "float"),
-    "slots": "S",
 }
+# Inputs and outputs that several kernels have.
 _POOL = (*_PAGES, "fence")
 _DECODE = ("q", *_POOL, "k_new", "v_new", "tables", "ends", "starts", "params", "sinks")
+_OWN, _COMMON = (*_DECODE, "arrivals"), (*_DECODE, "items")
 _PARTIAL = ("partial", "stats", "ends", "starts", "sinks")
 _PROMPT = ("q", *_POOL, "tables", "tiles", "params", "sinks")
-
-
-def _decode(file: str, variant: str) -> Body:
-    variants = (variant,) if file.endswith(".cuh") else ("PARTITIONS", variant)
-    return Body(file, _DECODE, ("out", "stats", "fence_out"), variants)
-
-
-def _own(variant: str) -> Body:
-    outputs = ("out", "partial", "fence_out")
-    return Body("tensor_decode.cuh", (*_DECODE, "arrivals"), outputs, ("OWN", variant))
-
-
-def _common(variant: str) -> Body:
-    outputs = ("partial", "stats", "fence_out")
-    return Body("tensor_decode.cuh", (*_DECODE, "items"), outputs, ("COMMON", variant))
-
-
-def _prefill(variant: str) -> Body:
-    return Body("tensor_prefill.cuh", _PROMPT, ("out", "fence_out"), (variant,))
-
-
-def _write(variant: str) -> Body:
-    return Body("write.metal", (*_POOL, "k", "v", "slots"), ("fence_out",), (variant,))
-
-
-def _gather(variant: str) -> Body:
-    inputs = (*_POOL, "blocks", "span")
-    return Body("gather.metal", inputs, ("k_out", "v_out", "fence_out"), (variant,))
-
-
-def _products(kind: str) -> dict[str, Body]:
-    """Return the kernels that multiply a few rows by matrices. ``kind`` is "matmul", or "quantized" for weights in
-    affine quantisation."""
-    names, form = (("w",), ()) if kind == "matmul" else (("w", "scales", "biases"), ("PACKED",))
-    one, two, three = (tuple(name + n for n in ("", "1", "2")[:count] for name in names) for count in (1, 2, 3))
-
-    def body(inputs: tuple[str, ...], *variants: str, outputs: tuple[str, ...] = ("out",)) -> Body:
-        return Body("products.cuh", ("x", *inputs), outputs, (*variants, *form))
-
-    return {
-        f"narrow_{kind}": body(one, "PLAIN"),
-        f"narrow_{kind}_bias": body((*one, "bias"), "BIAS"),
-        f"narrow_{kind}_gate": body(two, "GATE"),
-        f"narrow_{kind}_group": body(three, "GROUP", outputs=("out", "out1", "out2")),
-    }
-
+_ROWS, _BLOCKS = (*_POOL, "k", "v", "slots"), (*_POOL, "blocks", "span")
+_PACKED, _PACKED_1, _PACKED_2 = (
+    tuple(name + number for name in ("w", "scales", "biases")) for number in ("", "1", "2")
+)
+_OUT, _FENCE, _GROUP_OUT = ("out",), ("fence_out",), ("out", "out1", "out2")
+_DECODE_OUT, _OWN_OUT, _COMMON_OUT = (
+    ("out", "stats", *_FENCE),
+    ("out", "partial", *_FENCE),
+    ("partial", "stats", *_FENCE),
+)
+_PROMPT_OUT, _BLOCKS_OUT = ("out", *_FENCE), ("k_out", "v_out", *_FENCE)
 
 BODIES: dict[str, Body] = {
-    "paged_decode": _decode("decode.metal", "PAGED"),
-    "quantized_decode": _decode("decode.metal", "QUANTIZED"),
-    "latent_decode": _decode("decode.metal", "LATENT"),
-    "matrix_decode": _decode("matrix_decode.metal", "PAGED"),
-    "quantized_matrix_decode": _decode("matrix_decode.metal", "QUANTIZED"),
-    "merge_partitions": Body("merge_partitions.metal", _PARTIAL, ("out",), ("PARTITIONS",)),
-    "paged_decode_tensor": _own("PAGED"),
-    "quantized_decode_tensor": _own("QUANTIZED"),
-    "shared_decode_tensor": _common("PAGED"),
-    "shared_quantized_decode_tensor": _common("QUANTIZED"),
-    "join_partitions": Body("tensor_decode.cuh", _PARTIAL, ("out",), ("JOIN",)),
-    "latent_decode_tensor": _decode("latent_decode.cuh", "LATENT"),
-    "paged_prefill_tensor": _prefill("PAGED"),
-    "quantized_prefill_tensor": _prefill("QUANTIZED"),
-    "write_slots": _write("PAGED"),
-    "quantized_write": _write("QUANTIZED"),
-    "write_rows": _write("ROWS"),
-    "gather_blocks": _gather("PAGED"),
-    "quantized_gather": _gather("QUANTIZED"),
-    "gather_rows": _gather("ROWS"),
-    "copy_blocks": Body("copy_blocks.metal", (*_POOL, "pairs"), ("fence_out",)),
-    **_products("matmul"),
-    **_products("quantized"),
-    "draw_rows": Body("draw_rows.metal", ("x", "params", "keys", "positions"), ("out",)),
+    "paged_decode": Body("decode.metal", _DECODE, _DECODE_OUT, ("PARTITIONS", "PAGED")),
+    "quantized_decode": Body("decode.metal", _DECODE, _DECODE_OUT, ("PARTITIONS", "QUANTIZED")),
+    "latent_decode": Body("decode.metal", _DECODE, _DECODE_OUT, ("PARTITIONS", "LATENT")),
+    "matrix_decode": Body("matrix_decode.metal", _DECODE, _DECODE_OUT, ("PARTITIONS", "PAGED")),
+    "quantized_matrix_decode": Body("matrix_decode.metal", _DECODE, _DECODE_OUT, ("PARTITIONS", "QUANTIZED")),
+    "merge_partitions": Body("merge_partitions.metal", _PARTIAL, _OUT, ("PARTITIONS",)),
+    "paged_decode_tensor": Body("tensor_decode.cuh", _OWN, _OWN_OUT, ("OWN", "PAGED")),
+    "quantized_decode_tensor": Body("tensor_decode.cuh", _OWN, _OWN_OUT, ("OWN", "QUANTIZED")),
+    "shared_decode_tensor": Body("tensor_decode.cuh", _COMMON, _COMMON_OUT, ("COMMON", "PAGED")),
+    "shared_quantized_decode_tensor": Body("tensor_decode.cuh", _COMMON, _COMMON_OUT, ("COMMON", "QUANTIZED")),
+    "join_partitions": Body("tensor_decode.cuh", _PARTIAL, _OUT, ("JOIN",)),
+    "latent_decode_tensor": Body("latent_decode.cuh", _DECODE, _DECODE_OUT, ("LATENT",)),
+    "paged_prefill_tensor": Body("tensor_prefill.cuh", _PROMPT, _PROMPT_OUT, ("PAGED",)),
+    "quantized_prefill_tensor": Body("tensor_prefill.cuh", _PROMPT, _PROMPT_OUT, ("QUANTIZED",)),
+    "write_slots": Body("write.metal", _ROWS, _FENCE, ("PAGED",)),
+    "quantized_write": Body("write.metal", _ROWS, _FENCE, ("QUANTIZED",)),
+    "write_rows": Body("write.metal", _ROWS, _FENCE, ("ROWS",)),
+    "gather_blocks": Body("gather.metal", _BLOCKS, _BLOCKS_OUT, ("PAGED",)),
+    "quantized_gather": Body("gather.metal", _BLOCKS, _BLOCKS_OUT, ("QUANTIZED",)),
+    "gather_rows": Body("gather.metal", _BLOCKS, _BLOCKS_OUT, ("ROWS",)),
+    "copy_blocks": Body("copy_blocks.metal", (*_POOL, "pairs"), _FENCE),
+    "narrow_matmul": Body("products.cuh", ("x", "w"), _OUT, ("PLAIN",)),
+    "narrow_matmul_bias": Body("products.cuh", ("x", "w", "bias"), _OUT, ("BIAS",)),
+    "narrow_matmul_gate": Body("products.cuh", ("x", "w", "w1"), _OUT, ("GATE",)),
+    "narrow_matmul_group": Body("products.cuh", ("x", "w", "w1", "w2"), _GROUP_OUT, ("GROUP",)),
+    "narrow_quantized": Body("products.cuh", ("x", *_PACKED), _OUT, ("PLAIN", "PACKED")),
+    "narrow_quantized_bias": Body("products.cuh", ("x", *_PACKED, "bias"), _OUT, ("BIAS", "PACKED")),
+    "narrow_quantized_gate": Body("products.cuh", ("x", *_PACKED, *_PACKED_1), _OUT, ("GATE", "PACKED")),
+    "narrow_quantized_group": Body(
+        "products.cuh", ("x", *_PACKED, *_PACKED_1, *_PACKED_2), _GROUP_OUT, ("GROUP", "PACKED")
+    ),
+    "draw_rows": Body("draw_rows.metal", ("x", "params", "keys", "positions"), _OUT),
 }
+# Names of variants: the dialect, tensor cores, and those of the bodies: portable kernels that attend by partitions;
+# pages not quantised, quantised, and their rows unchanged; latents; a row's own blocks, blocks common to rows, and the
+# merge of both; for products what is stored, and packed matrices.
+VARIANTS = {"METAL", "TENSOR", *(name for body in BODIES.values() for name in body.variants)}
 
 
 @lru_cache(maxsize=64)
@@ -167,7 +124,7 @@ def resolved(text: str, variants: tuple[str, ...]) -> str:
     for line in text.splitlines(keepends=True):
         word, _, rest = line.strip().partition(" ")
         if word in ("#if", "#ifdef", "#ifndef"):
-            own = word == "#if" and bool(set(re.findall(r"\w+", rest)) & set(VARIANTS))
+            own = word == "#if" and not VARIANTS.isdisjoint(re.findall(r"\w+", rest))
             open_ones.append((_holds(rest, variants),) * 2 if own else None)
             if own:
                 continue
@@ -186,11 +143,8 @@ def resolved(text: str, variants: tuple[str, ...]) -> str:
 
 
 def _holds(condition: str, variants: tuple[str, ...]) -> bool:
-    """Return whether a condition of names, ``!``, ``&&`` and ``||`` is true."""
-    return any(
-        all((name.strip().lstrip("!") in variants) != name.strip().startswith("!") for name in each.split("&&"))
-        for each in condition.split("||")
-    )
+    """Return whether a condition of names, ``&&`` and ``||`` is true."""
+    return any(set(each.split(" && ")) <= set(variants) for each in condition.split(" || "))
 
 
 @lru_cache(maxsize=64)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,33 +23,15 @@ from .nvidia import part
 
 # Compile-time constants of a kernel: (name, bool | int | dtype).
 Constants = tuple[tuple[str, Any], ...]
+# What determines a kernel's text: its body, and the constants.
+KernelText = tuple[str, Constants]
+Output = tuple[tuple[int, ...], mx.Dtype]  # shape and dtype
 Launch = Callable[[list[mx.array]], list[mx.array]]
 
-
-class KernelText(NamedTuple):
-    """What determines a kernel's text: the arguments of :func:`build_kernel`."""
-
-    body: str
-    constants: Constants
-
-
+_TYPE_NAMES = {mx.float32: "float", mx.int32: "int", mx.uint32: "uint32_t"}
 TYPE_NAMES = {
-    "metal": {
-        mx.float32: "float",
-        mx.float16: "half",
-        mx.bfloat16: "bfloat16_t",
-        mx.int32: "int",
-        mx.int64: "int64_t",
-        mx.uint32: "uint32_t",
-    },
-    "cuda": {
-        mx.float32: "float",
-        mx.float16: "__half",
-        mx.bfloat16: "__nv_bfloat16",
-        mx.int32: "int",
-        mx.int64: "int64_t",
-        mx.uint32: "uint32_t",
-    },
+    "metal": {**_TYPE_NAMES, mx.float16: "half", mx.bfloat16: "bfloat16_t"},
+    "cuda": {**_TYPE_NAMES, mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"},
 }
 
 
@@ -180,26 +162,40 @@ def _gains_of(shape: tuple[int, ...], dtype: np.dtype[Any], change: bytes) -> tu
     return bool(rows.any()), gains
 
 
-def prepared(kernel: Callable[..., list[mx.array]], options: dict[str, Any]) -> Launch:
-    """Bind keyword arguments to a kernel of :func:`build_kernel`. Inputs must have the same shapes at each call, so
-    that the host computes what depends on the shapes only once."""
-    prepare: Callable[..., Launch] | None = getattr(kernel, "prepared", None)  # of kernels that cuda/ has compiled
-    if prepare is not None:
-        return prepare(**options)
-    return lambda inputs: kernel(inputs=inputs, **options)
+def prepare(
+    text: KernelText,
+    grid: tuple[int, int, int],
+    threads: int,
+    outputs: Sequence[Output],
+    init_value: float | None = None,
+) -> Launch:
+    """Build a kernel, and return a function that launches it. Inputs must have the same shapes at each call, so that
+    the host computes what depends on the shapes only once.
+
+    Args:
+        text: the kernel.
+        grid: threads of the launch.
+        threads: of a thread group.
+        outputs: shape and dtype of each output.
+        init_value: what outputs hold before the launch (Metal), for checks.
+    """
+    kernel, filled = build_kernel(*text), {} if init_value is None else {"init_value": init_value}
+    shapes, dtypes = [shape for shape, _ in outputs], [dtype for _, dtype in outputs]
+    options = {"grid": grid, "threadgroup": (threads, 1, 1), "output_shapes": shapes, "output_dtypes": dtypes, **filled}
+    own: Callable[..., Launch] | None = getattr(kernel, "prepared", None)  # of kernels that cuda/ has compiled
+    return own(**options) if own is not None else lambda inputs: kernel(inputs=inputs, **options)
 
 
-def compile_ahead(kernels: Iterable[tuple[str, Constants]]) -> None:
-    """Start to compile kernels, (body, constants) each, in parallel threads, before they are built. Does nothing on
-    Metal, where MLX compiles them."""
+def compile_ahead(kernels: Iterable[KernelText]) -> None:
+    """Start to compile kernels in parallel threads, before they are built. Does nothing on Metal, where MLX compiles
+    them."""
     if backend() == "cuda":
         part("cubins").compile_ahead(kernels)
 
 
 def warn_when_compiling() -> AbstractContextManager[None]:
     """Return a context manager for code that may compile kernels: reports it once, on a terminal, if it takes long."""
-    is_kept = backend() == "cuda" and part("cubins").is_kept()
-    return warn_when_slow("compiling kernels, once per machine" if is_kept else "compiling kernels")
+    return warn_when_slow("compiling kernels")
 
 
 def compiled_by() -> str:

@@ -6,6 +6,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,20 +14,19 @@ import numpy as np
 
 from ..device import confirm
 from . import ops as kernels
-from . import quantized
-from .build import Constants, compile_ahead, warn_when_compiling
-from .decode_spec import pool_constants_of, spec_of
+from .build import KernelText, compile_ahead, warn_when_compiling
+from .decode_spec import spec_of
 from .launch_shape import (
+    FUSED_BODIES,
     LATENT_BODIES,
     MAX_QUERY_LENGTH,
+    PREFILL_BODIES,
     SHARED_BODIES,
-    SINGLE_ROW_BODY_OF,
     Variant,
+    constants_of,
     shape_for,
 )
-from .prefill import BODIES as PREFILL_BODIES
-from .prefill import prefill_constants_of, prepare_prefill
-from .prefill import shape_of as prefill_shape_of
+from .prefill import prepare_prefill
 from .quantized import new_blocks
 from .shared_runs import Partitions, shared_items, shared_rows
 
@@ -99,6 +99,20 @@ def decode_difference(variant: Variant, contexts: Sequence[int] = (), q_len: int
     return worst_rms(errors)
 
 
+@lru_cache(maxsize=64)
+def pool_check(variant: Variant) -> CheckResult:
+    """Return the result of writing, reading back and copying blocks of a variant's pool, for attention without it."""
+
+    def difference() -> float:
+        rows = _Rows(variant, [variant.block_size + 1, 2 * variant.block_size])
+        rows.write()
+        rows.read_back()
+        rows.copy_blocks()
+        return 0.0
+
+    return outcome_of(difference)
+
+
 def shared_difference(variant: Variant) -> float:
     """Compare the decode variant for common blocks with the one that reads each row by itself: the bits must be equal.
     Nine rows have up to 2,080 tokens in common, in a tree. Their newest tokens are passed to the call; they see all
@@ -109,7 +123,7 @@ def shared_difference(variant: Variant) -> float:
     """
     block, shape = variant.block_size, shape_for(variant)
     contexts = [2100, 2100, 2090, 300, 2400, 1, 700, 2200, 310]
-    rows = _Rows(variant._replace(body=SINGLE_ROW_BODY_OF[variant.body]), contexts)
+    rows = _Rows(variant._replace(body=FUSED_BODIES[variant.pages is not None]), contexts)
     rows.write(num_newest=1)
     for table, tokens in zip(rows.tables, [0, 2080, 2048, 256, 2080, 0, 640, 1280, 256], strict=True):
         table[: tokens // block] = rows.tables[0][: tokens // block]
@@ -130,7 +144,7 @@ def prefill_difference(variant: Variant) -> float:
     """Return the RMS difference of a prefill variant from float32 attention: the worst sequence of a pack with a
     window. New tokens fill tiles or do not, with and without prefixes, in permuted blocks; every slot that no token
     sees is NaN."""
-    tile = prefill_shape_of(variant).rows // variant.gqa  # tokens
+    tile = shape_for(variant).rows // variant.gqa  # tokens
     counts, prefixes = [1, tile + 3, 2, tile], [variant.block_size + 5, 0, 90, 64]
     rows = _Rows(variant, [count + prefix for count, prefix in zip(counts, prefixes, strict=True)])
     rows.write(hidden=[max(prefix - _PROMPT_WINDOW + 1, 0) for prefix in prefixes])
@@ -186,29 +200,20 @@ def summary() -> str:
     return "; ".join([f"{len(_results)} attention kernels checked in {seconds:.1f} s", *(off or ["all right"])])
 
 
-def texts_of(variant: Variant) -> list[tuple[str, Constants]]:
-    """Return (body, constants) of the texts that a variant's check, pool and steps launch on CUDA."""
-    texts = _pool_texts_of(variant)
+def texts_of(variant: Variant) -> list[KernelText]:
+    """Return the texts that a variant's check, pool and steps launch on CUDA."""
+    dims = variant.head_dim, variant.value_dim
+    if variant.body in LATENT_BODIES:  # the pools hold latents, which are the values, and rotated parts
+        dims = variant.value_dim, variant.head_dim - variant.value_dim
+    texts = list(kernels.pool_texts(variant.dtype, *dims, variant.block_size, variant.pages).values())
     if variant.body in PREFILL_BODIES:
-        return [texts[0], (variant.body, prefill_constants_of(variant, prefill_shape_of(variant)))]
+        return [*texts, (variant.body, constants_of(variant, shape_for(variant)))]
     for partitions in (2, 1):
-        texts += spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions).texts(variant)
+        texts += spec_of(variant, shape_for(variant), 1, variant.gqa, 1, partitions).texts
     shared = kernels.shared_variant_of(variant)
     if shared is not None:
-        texts += spec_of(shared, shape_for(shared), 1, variant.gqa, 1, 1).texts(shared)
+        texts += spec_of(shared, shape_for(shared), 1, variant.gqa, 1, 1).texts
     return list(dict.fromkeys(texts))
-
-
-def _pool_texts_of(variant: Variant) -> list[tuple[str, Constants]]:
-    """Return (body, constants) of the texts that every pool of this variant needs."""
-    block, pages, value_dim = variant.block_size, variant.pages, variant.value_dim
-    if pages is not None:
-        words = mx.uint32, pages.k.num_words, pages.v.num_words
-        return [*quantized.texts_of(pages, block), ("copy_blocks", pool_constants_of(*words, block))]
-    is_latent = variant.body in LATENT_BODIES  # the pools hold latents, which are the values, and rotated parts
-    dims = (value_dim, variant.head_dim - value_dim) if is_latent else (variant.head_dim, value_dim)
-    pool = pool_constants_of(variant.dtype, *dims, block)
-    return [("write_slots", (*pool, ("S", mx.int32))), ("gather_blocks", pool), ("copy_blocks", pool)]
 
 
 class _Rows:

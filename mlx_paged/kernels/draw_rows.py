@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from .availability import backend, device_unsupported_reason
-from .build import KernelText, build_kernel
+from .build import KernelText, prepare
 from .check import check_and_warn, outcome_of
 
 WIDTH = 8  # numbers per row in each array: on Metal, an array of fewer elements makes another text
@@ -74,24 +74,16 @@ def draw_rows(x: mx.array, params: mx.array, keys: mx.array, positions: mx.array
     Returns:
         ``[R]``, uint32.
     """
-    constants = kernel_key(x.dtype, backend() or "").constants
-    threads = 32 * dict(constants)["SG"]
-    (out,) = build_kernel(BODY, constants)(
-        inputs=[x, params, keys, positions],
-        grid=(x.shape[0] * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(x.shape[0],)],
-        output_dtypes=[mx.uint32],
-    )
-    return out
+    rows, dialect = x.shape[0], backend() or ""
+    threads = 32 * _GROUPS[dialect]
+    launch = prepare(kernel_key(x.dtype, dialect), (rows * threads, 1, 1), threads, [((rows,), mx.uint32)])
+    return launch([x, params, keys, positions])[0]
 
 
 def kernel_key(dtype: mx.Dtype, dialect: str) -> KernelText:
     """Return the key of the kernel for logits of a dtype."""
     bounds = (("GROUPS", 1),) if dialect == "cuda" else ()
-    return KernelText(
-        BODY, (("T", dtype), ("O", mx.uint32), ("SG", _GROUPS[dialect]), ("AHEAD", _AHEAD[dialect]), *bounds)
-    )
+    return BODY, (("T", dtype), ("O", mx.uint32), ("SG", _GROUPS[dialect]), ("AHEAD", _AHEAD[dialect]), *bounds)
 
 
 def is_supported(x: mx.array) -> bool:

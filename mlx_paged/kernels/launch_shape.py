@@ -1,21 +1,22 @@
-"""Launch shapes of decode kernels by geometry: lanes, loads, simdgroups, partitions. Plain arithmetic, no arrays."""
+"""Launch shapes of the kernels that attend, by geometry: lanes, loads, simdgroups, partitions. Plain arithmetic."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
+from .build import Constants
 from .quantized import PageShape
 
 VEC = 4  # elements of a load
 PACKED_VEC = 8  # elements of a load of codes
 
 
-# Lanes, unroll and head_split (see LaunchShape) of paged_decode and quantized_decode on Metal: the fewest instructions
-# that fit 108 of the 128 registers of 32 bits that M1 and M2 give a thread at full occupancy (docs/adr/0018). By widest
-# head; then by query heads per KV head: 1, 2, up to 4, up to 8, up to 16.
+# LPT, U and HS (decode.metal: lanes of a token, steps of a chunk, simdgroups that split the heads) on Metal: the fewest
+# instructions that fit 108 of the 128 registers of 32 bits that M1 and M2 give a thread at full occupancy
+# (docs/adr/0018). By widest head; then by query heads per KV head: 1, 2, up to 4, up to 8, up to 16.
 _LANES_OF_16_BITS = {
     64: ((8, 4, 1), (8, 4, 1), (8, 2, 1), (16, 2, 1), (16, 2, 2)),
     96: ((8, 4, 1), (8, 4, 1), (8, 4, 2), (8, 4, 4), (8, 4, 8)),
@@ -45,25 +46,26 @@ _LANES_OF_4_BIT_PAGES = {
     512: ((32, 4, 1), (32, 2, 1), (32, 2, 2), (32, 2, 4), (32, 2, 8)),
 }
 
-# Lanes of the same bodies on CUDA, and elements of a load of 16 bits (of 32 bits: 4; of codes: 8), by widest head.
+# LPT of the same bodies on CUDA, and elements of a load of 16 bits (of 32 bits: 4; of codes: 8), by widest head.
 _CUDA_LANES = {64: (8, 8), 80: (4, 4), 96: (8, 4), 112: (16, 8), 128: (16, 8), 192: (16, 4), 256: (32, 8), 512: (32, 8)}
 
 
-def _metal_lanes(variant: Variant, widest: int) -> tuple[int, int, int]:
-    """Return lanes, unroll and head_split of a variant on Metal; ``widest``: elements of keys or values, whichever are
-    more."""
+def _metal_lanes(variant: Variant) -> tuple[int, int, int]:
+    """Return LPT, U and HS of a variant on Metal."""
     if variant.pages is not None:
-        table = _LANES_OF_8_BIT_PAGES if variant.pages.itemsize == 1 else _LANES_OF_4_BIT_PAGES
+        table = _LANES_OF_8_BIT_PAGES if variant.pages.k.bits == variant.pages.v.bits == 8 else _LANES_OF_4_BIT_PAGES
     else:
         table = _LANES_OF_16_BITS if variant.dtype.size == 2 else _LANES_OF_32_BITS
-    row = next(row for most, row in table.items() if widest <= most)
+    row = next(row for most, row in table.items() if variant.widest <= most)
     return row[sum(variant.gqa > most for most in (1, 2, 4, 8))]
 
 
+Use = Literal["decode", "latents", "prefill"]  # a decode step, one over latents, and prompts
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 MAX_GQA = 16
+MAX_LATENT_HEADS = 256
 MAX_QUERY_LENGTH = 8
 # Tokens of the smallest partition. A row has up to SPAN of them; if it sees more tokens, up to 2 * SPAN partitions of
 # twice the length, and so on. Only what the row sees decides this, so its bits do not depend on the rest of its batch.
@@ -79,31 +81,37 @@ MOST_GROUPS = 8
 ALIGNMENT = 64
 # A wider head does not fit the registers of the tensor-core body.
 MAX_TENSOR_HEAD_DIM = 256
-# Bodies for tensor cores that merge their partial results themselves.
-FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
-# Bodies with Metal's 8 x 8 matrices, for at least this many query heads per KV head: with fewer, rows of padding cost
-# more instructions than matrices save (docs/adr/0018).
+# Bodies, for pages that are not quantised and for quantised ones: portable; with Metal's 8 x 8 matrices; for tensor
+# cores, a row by itself, merging their partial results; rows with common blocks, with the bits of these; and prompts.
+DECODE_BODIES = ("paged_decode", "quantized_decode")
 MATRIX_BODIES = ("matrix_decode", "quantized_matrix_decode")
-LEAST_MATRIX_GQA = 5
-LEAST_MATRIX_GQA_OF_PAGES = 7  # for quantised pages, whose dequantised values pass through threadgroup memory
-# Bodies for rows with common blocks, by the bodies for a single row, whose bits they reproduce (SHARED_BODY_OF), and
-# the inverse (SINGLE_ROW_BODY_OF). Query heads per thread group on tensor cores: SHARED_HEADS for values up to 128 and
-# up to 256; SHARED_HEADS_OF_CODES, for quantised pages, for heads up to 64, 128 and 256.
-SHARED_BODY, SHARED_CODES_BODY = "shared_decode_tensor", "shared_quantized_decode_tensor"
-SHARED_BODY_OF = {
-    "paged_decode_tensor": SHARED_BODY,
-    "quantized_decode_tensor": SHARED_CODES_BODY,
-}
-SHARED_BODIES = tuple(SHARED_BODY_OF.values())
-SINGLE_ROW_BODY_OF = {shared: own for own, shared in SHARED_BODY_OF.items()}
-SHARED_HEADS = (64, 32)
-SHARED_HEADS_OF_CODES = (32, 16, 8)
+FUSED_BODIES = ("paged_decode_tensor", "quantized_decode_tensor")
+SHARED_BODIES = ("shared_decode_tensor", "shared_quantized_decode_tensor")
+PREFILL_BODIES = ("paged_prefill_tensor", "quantized_prefill_tensor")
 # Bodies over latents (MLA), whose one head all query heads attend to: portable, and for tensor cores.
 LATENT_BODIES = ("latent_decode", "latent_decode_tensor")
-LATENT_TENSOR_HEADS = 64  # query heads per thread group of the latter
+# Least query heads per KV head of the matrix bodies: with fewer, rows of padding cost more instructions than matrices
+# save (docs/adr/0018). Dequantised values of quantised pages pass through threadgroup memory.
+LEAST_MATRIX_GQA = 5
+LEAST_MATRIX_GQA_OF_PAGES = 7
+# Query heads per thread group of the bodies for common blocks: for values up to 128 and up to 256; for quantised pages,
+# for heads up to 64, 128 and 256.
+SHARED_HEADS = (64, 32)
+SHARED_HEADS_OF_CODES = (32, 16, 8)
+SHARED_STAGES = 3  # chunks of common tokens in shared memory
+LATENT_TENSOR_HEADS = 64  # query heads per thread group of latent_decode_tensor
 LATENT_PARTITION = 256  # tokens of its smallest partition
 _LATENT_KEYS = 64  # tokens that it takes at a time
 _ONE_TIER = 1 << 20  # a span without limit: all partitions have the smallest size
+# RT, KEYS, BUFFERS and QS (tensor_prefill.cuh), by widest head: over pages that are not quantised, and over codes,
+# which are staged in shared memory, so that values have one buffer.
+_PROMPTS = {
+    64: ((2, 64, 2, False), (2, 64, 1, False)),
+    128: ((2, 64, 1, True), (2, 64, 1, True)),
+    256: ((1, 32, 1, False), (1, 32, 1, True)),
+}
+_SIMDGROUPS = 4
+_PADDING = 8  # elements between rows of keys, values or queries in shared memory
 # Floats of one query or one accumulator that a lane may hold before heads are split over simdgroups.
 _MAX_LANE_FLOATS = 64
 _COMBINE_FLOATS = 4096
@@ -131,15 +139,9 @@ class Variant(NamedTuple):
     groups: int = MOST_GROUPS  # thread groups per row and partition on Metal, at least: 8, 4 or 1
 
     @property
-    def constants(self) -> tuple[tuple[str, Any], ...]:
-        """Constants of every attention kernel: dtype, head sizes, block size, query heads per KV head."""
-        return (
-            ("T", self.dtype),
-            ("D", self.head_dim),
-            ("DV", self.value_dim),
-            ("BS", self.block_size),
-            ("G", self.gqa),
-        )
+    def widest(self) -> int:
+        """Elements of a key or a value, whichever are more."""
+        return max(self.head_dim, self.value_dim)
 
     def __str__(self) -> str:
         extras = ("+softcap" if self.softcap else "") + ("+sinks" if self.sinks else "")
@@ -150,41 +152,53 @@ class Variant(NamedTuple):
 
 
 class LaunchShape(NamedTuple):
-    """Parameters of a decode kernel's launch, most of them constants of its text."""
+    """How a kernel that attends is launched.
 
-    vec: int  # elements per load
-    lanes: int  # lanes that hold one token
-    unroll: int  # steps of 32 / lanes tokens in flight
-    head_split: int  # simdgroups that share the query heads
-    head_round: int  # heads combined at a time through threadgroup memory
+    Attributes:
+        simdgroups: simdgroups of a thread group.
+        constants: those of the text that depend on the launch; its file explains them.
+        partition: tokens of the smallest partition.
+        span: how many of them a row may have.
+        first: a row of at most this many tokens has one partition.
+        rows: most rows per thread group, of the bodies for common blocks and for prompts.
+        groups: thread groups that must fit a core together; 0: any number.
+        shared: bytes of shared memory that a thread group asks for, besides those that the text declares.
+        run: partitions per thread group; None: chosen for each launch (bodies for tensor cores).
+    """
+
     simdgroups: int
-    partition: int = PARTITION  # tokens of the smallest partition
-    span: int = SPAN  # how many of them a row may have
-    groups: int = 0  # thread groups that must fit a core together (paged_decode_tensor)
-    run: int | None = None  # partitions per thread group; None: chosen for each launch (bodies for tensor cores)
-    keys: int = 0  # tokens at a time (shared_decode_tensor, latent_decode_tensor, and the matrix bodies)
-    first: int = 0  # a row of at most this many tokens has one partition
-    rows: int = 1  # most rows per thread group (the bodies for common blocks)
-    stages: int = 0  # chunks of `keys` tokens in shared memory (shared_decode_tensor)
+    constants: Constants
+    partition: int = PARTITION
+    span: int = SPAN
+    first: int = 0
+    rows: int = 1
+    groups: int = 0
+    shared: int = 0
+    run: int | None = None
 
     @property
     def alignment(self) -> int:
         """Alignment in tokens of a row's first partition, which begins fewer than this before the first visible one."""
         return min(ALIGNMENT, self.partition)
 
-    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Return the shared memory, in bytes, that a group of shared_decode_tensor needs for tokens of common blocks; 0
-        for other bodies. Rows are padded so that lanes load from different banks."""
-        if not self.stages:
-            return 0
-        keys, values = (head_dim // 8 + 3) // 8 * 64 + 32, value_dim + 8
-        return max(2 * self.stages * self.keys * (keys + values), _LEAST_SHARED)
+    @property
+    def partitions(self) -> Constants:
+        """Constants by which a text cuts what a row sees into partitions."""
+        return (("PART", self.partition), ("SPAN", self.span), ("FIRST", self.first))
 
-    def latent_bytes(self, head_dim: int) -> int:
-        """Return the shared memory, in bytes, of a group of latent_decode_tensor: queries, keys twice, maxima and sums,
-        flags."""
-        heads = LATENT_TENSOR_HEADS
-        return 2 * (heads * head_dim + 2 * self.keys * head_dim) + 16 * heads + 11 * 8
+
+def constants_of(variant: Variant, launch_shape: LaunchShape) -> Constants:
+    """Return the constants of a text that attends."""
+    return (
+        *(("T", variant.dtype), ("D", variant.head_dim), ("DV", variant.value_dim)),
+        *(("BS", variant.block_size), ("G", variant.gqa), ("SG", launch_shape.simdgroups)),
+        *launch_shape.constants,
+        *(("SOFTCAP", variant.softcap), ("SINKS", variant.sinks)),
+        *launch_shape.partitions,
+        *(() if variant.pages is None else variant.pages.constants),
+        *((("GROUPS", launch_shape.groups),) if launch_shape.groups else ()),
+        *((("SHARED", launch_shape.shared),) if launch_shape.shared else ()),
+    )
 
 
 def groups_of(count: int, dialect: str) -> int:
@@ -192,93 +206,96 @@ def groups_of(count: int, dialect: str) -> int:
     return MOST_GROUPS if dialect == "cuda" else next(least for least in _METAL_PARTITIONS if count >= least)
 
 
-def partition_for(variant: Variant, cores: int | None) -> tuple[int, int]:
-    """Return the tokens of a variant's smallest partition, and those of a row's only partition (0: rows of any length
-    may have several), on a GPU with ``cores`` (None: unknown)."""
-    if variant.backend == "cuda":
-        return PARTITION, 0
-    by_cores, first = _METAL_PARTITIONS[variant.groups]
-    return by_cores[0 if cores is None else (cores > 20) + (cores > 32)], first
-
-
 @lru_cache(maxsize=256)
 def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
-    """Return the launch shape of a variant on a GPU with ``cores`` (see partition_for)."""
-    widest = max(variant.head_dim, variant.value_dim)
-    if variant.body == SHARED_CODES_BODY:
-        heads = SHARED_HEADS_OF_CODES[(widest > 64) + (widest > 128)]
-        rows = heads // variant.gqa
-        floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - rows * variant.gqa * variant.value_dim)
-        head_round = max(1, min(heads, floats // (4 * variant.value_dim)))
-        return LaunchShape(8, 4, _tensor_unroll(variant, widest), 1, head_round, 4, groups=2, rows=rows)
-    if variant.body == SHARED_BODY:
-        head_round = max(1, min(4, variant.gqa, _COMBINE_FLOATS // (8 * variant.value_dim)))
-        groups, keys = (3 if widest <= 64 else 2), (32 if widest <= 128 else 16)
-        unroll, rows = _tensor_unroll(variant, widest), SHARED_HEADS[variant.value_dim > 128] // variant.gqa
-        return LaunchShape(8, 4, unroll, 1, head_round, 4, groups=groups, keys=keys, rows=rows, stages=3)
-    if variant.body in FUSED_BODIES:
-        floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - 2 * variant.gqa * variant.value_dim)
-        head_round = max(1, min(variant.gqa, floats // (4 * variant.value_dim)))
-        groups = (4 if widest <= 64 else 3 if widest <= 128 else 2) - (variant.gqa > 8)
-        unroll = _tensor_unroll(variant, widest)
-        if 64 < widest <= 128 and variant.pages is not None and variant.pages.k.bits == 8:
-            groups = _groups_of_codes(variant, unroll)
-        return LaunchShape(8, 4, unroll, 1, head_round, 4, groups=groups)
-    if variant.body in LATENT_BODIES:
-        return _latent_shape(variant, cores)
-    if variant.body in MATRIX_BODIES:
-        keys, (partition, first) = matrix_keys(variant), partition_for(variant, cores)
-        return LaunchShape(8, 4, 1, 1, 1, 4, max(partition, 4 * keys), keys=keys, first=first)
+    """Return the launch shape of a variant on a GPU with ``cores`` (None: unknown, or not Apple's)."""
+    if variant.body in PREFILL_BODIES:
+        return _prefill_shape(variant)
+    if variant.body in (*FUSED_BODIES, *SHARED_BODIES):
+        return _tensor_shape(variant)
+    if variant.body == LATENT_BODIES[1]:
+        heads = LATENT_TENSOR_HEADS
+        # Queries, keys twice, maxima and sums, flags.
+        shared = 2 * (heads * variant.head_dim + 2 * _LATENT_KEYS * variant.head_dim) + 16 * heads + 11 * 8
+        return LaunchShape(12, (("KEYS", _LATENT_KEYS),), LATENT_PARTITION, _ONE_TIER, groups=1, shared=shared)
+    partition, first = PARTITION, 0
     if variant.backend == "metal":
-        vec = VEC if variant.pages is None else PACKED_VEC
-        lanes, unroll, head_split = _metal_lanes(variant, widest)
-        heads = -(-variant.gqa // head_split)
+        by_cores, first = _METAL_PARTITIONS[variant.groups]
+        partition = by_cores[0 if cores is None else (cores > 20) + (cores > 32)]
+    if variant.body in MATRIX_BODIES:
+        # Fewer tokens at a time if wide heads are dequantised into threadgroup memory.
+        keys = 8 if variant.pages is not None and variant.widest > 128 else 16
+        return LaunchShape(_SIMDGROUPS, (("KEYS", keys),), max(partition, 4 * keys), first=first)
+    lanes, vec = 32, VEC if variant.pages is None else PACKED_VEC
+    if variant.body == LATENT_BODIES[0]:
+        # Two query heads per simdgroup: more queries and outputs do not fit the registers of an Apple GPU.
+        head_split = -(-variant.gqa // 2)
+        unroll = 4 if variant.backend == "cuda" else 2 if variant.dtype.size == 2 else 1
+    elif variant.backend == "metal":
+        lanes, unroll, head_split = _metal_lanes(variant)
     else:
-        lanes, vec = _CUDA_LANES[widest]
+        lanes, vec = _CUDA_LANES[variant.widest]
         if variant.pages is not None:
             vec, lanes = PACKED_VEC, lanes if vec == PACKED_VEC else lanes // 2
         elif variant.dtype.size == 4:
             vec = VEC
-        per_lane = -(-widest // (vec * lanes)) * vec
+        per_lane = -(-variant.widest // (vec * lanes)) * vec
         head_split = next((n for n in (1, 2) if -(-variant.gqa // n) * per_lane <= _MAX_LANE_FLOATS), 4)
-        heads = -(-variant.gqa // head_split)
-        unroll = 4 if heads * per_lane <= 32 else 2
-    simdgroups = max(4, head_split)
-    head_round = max(1, min(heads, _COMBINE_FLOATS // (simdgroups * variant.value_dim)))
-    partition, first = partition_for(variant, cores)
-    return LaunchShape(vec, lanes, unroll, head_split, head_round, simdgroups, partition, first=first)
+        unroll = 4 if -(-variant.gqa // head_split) * per_lane <= 32 else 2
+    simdgroups = head_split * max(1, _SIMDGROUPS // head_split)
+    head_round = max(1, min(-(-variant.gqa // head_split), _COMBINE_FLOATS // (simdgroups * variant.value_dim)))
+    if variant.body == LATENT_BODIES[0]:
+        head_round = 1
+    constants = (("HS", head_split), ("HR", head_round), ("LPT", lanes), ("VEC", vec), ("U", unroll))
+    return LaunchShape(simdgroups, constants, partition, first=first)
 
 
-def matrix_keys(variant: Variant) -> int:
-    """Return the tokens that a simdgroup of a matrix body takes at a time: fewer if it dequantises wide heads into
-    threadgroup memory."""
-    return 8 if variant.pages is not None and max(variant.head_dim, variant.value_dim) > 128 else 16
+def _tensor_shape(variant: Variant) -> LaunchShape:
+    """Return the launch shape of a decode body for tensor cores: measured on an NVIDIA H200 (docs/adr/0026)."""
+    heads, dim, widest, pages, rows = variant.gqa, variant.value_dim, variant.widest, variant.pages, 1
+    # With 8-bit codes and few heads, products have no unused columns: more groups with shorter chunks are faster.
+    is_short = pages is not None and pages.k.bits == pages.v.bits == 8 and heads <= 4
+    has_room = pages is not None and pages.k.group_size >= 64 and widest <= 128 and heads <= 8
+    # 16 tokens at a time, or twice as many if the registers can hold the loads.
+    unroll = 2 if widest <= 64 or (has_room and not is_short) else 1
+    if variant.body == SHARED_BODIES[0]:
+        rows, keys = SHARED_HEADS[dim > 128] // heads, 32 if widest <= 128 else 16
+        head_round = max(1, min(4, heads, _COMBINE_FLOATS // (8 * dim)))
+        row = (variant.head_dim // 8 + 3) // 8 * 64 + 32 + dim + _PADDING  # keys are padded to lie in different banks
+        shared = max(2 * SHARED_STAGES * keys * row, _LEAST_SHARED)
+        own: Constants = ("HR", head_round), ("U", unroll), ("ROWS", rows), ("KEYS", keys), ("STAGES", SHARED_STAGES)
+        return LaunchShape(_SIMDGROUPS, own, rows=rows, groups=3 if widest <= 64 else 2, shared=shared)
+    columns, waits, groups = heads, 2, (4 if widest <= 64 else 3 if widest <= 128 else 2) - (heads > 8)
+    if variant.body == SHARED_BODIES[1]:
+        columns, waits, groups = SHARED_HEADS_OF_CODES[(widest > 64) + (widest > 128)], 1, 2
+        rows = columns // heads
+    elif 64 < widest <= 128 and pages is not None and pages.k.bits == 8:  # these need more registers
+        groups = 3 if heads <= 4 else 2
+        if unroll == 1:
+            groups = (4 if is_short else 3) - (heads > 8)
+    floats = min(_COMBINE_FLOATS, _TENSOR_FLOATS - waits * rows * heads * dim)
+    head_round = max(1, min(columns, floats // (4 * dim)))
+    constants = (("HR", head_round), ("U", unroll), ("ROWS", rows))
+    return LaunchShape(_SIMDGROUPS, constants, rows=rows, groups=groups)
 
 
-def unsupported_matrix(variant: Variant) -> str | None:
-    """Return why the matrix body cannot serve a variant's geometry, or None if it can."""
-    if variant.dtype.size != 2:
-        return f"dtype {variant.dtype} is not one of float16, bfloat16"
+def _prefill_shape(variant: Variant) -> LaunchShape:
+    """Return the launch shape of a body for prompts; a row is one query head of one token."""
+    row_tiles, keys, buffers, query_shared = next(
+        shapes[variant.pages is not None] for most, shapes in _PROMPTS.items() if variant.widest <= most
+    )
+    rows, stage = 16 * _SIMDGROUPS * row_tiles, keys * (variant.head_dim + variant.value_dim + 2 * _PADDING)
+    shared = 2 * (buffers * stage + query_shared * rows * (variant.head_dim + _PADDING))
+    constants = (("RT", row_tiles), ("KEYS", keys), ("BUFFERS", buffers), ("QS", query_shared))
+    return LaunchShape(_SIMDGROUPS, constants, rows=rows, groups=2, shared=shared)
+
+
+def fits_matrices(variant: Variant) -> bool:
+    """Return whether the matrix body serves a variant's geometry."""
     least = LEAST_MATRIX_GQA if variant.pages is None else LEAST_MATRIX_GQA_OF_PAGES
-    if variant.gqa < least:
-        return f"{variant.gqa} query heads per kv head are fewer than {least}"
     # For 8 heads and 8 elements of the values, the sums take two floats of each lane.
     most = MAX_TENSOR_HEAD_DIM if variant.gqa <= 8 else MAX_TENSOR_HEAD_DIM // 2
-    if max(variant.head_dim, variant.value_dim) > most:
-        return f"head_dim {variant.head_dim}/{variant.value_dim} is more than {most}"
-    return None
-
-
-def _latent_shape(variant: Variant, cores: int | None) -> LaunchShape:
-    """Return the launch shape over latents. The portable body has two query heads per simdgroup: more queries and
-    outputs do not fit the registers of an Apple GPU."""
-    if variant.body == LATENT_BODIES[1]:
-        return LaunchShape(8, 32, 1, 1, 1, 12, LATENT_PARTITION, _ONE_TIER, groups=1, keys=_LATENT_KEYS)
-    head_split = -(-variant.gqa // 2)
-    unroll = 4 if variant.backend == "cuda" else 2 if variant.dtype.size == 2 else 1
-    simdgroups = head_split * max(1, 4 // head_split)
-    partition, first = partition_for(variant, cores)
-    return LaunchShape(4, 32, unroll, head_split, 1, simdgroups, partition, first=first)
+    return variant.dtype.size == 2 and variant.gqa >= least and variant.widest <= most
 
 
 def latent_run(groups: int, n_partitions: int, cores: int) -> int:
@@ -295,30 +312,6 @@ def latent_run(groups: int, n_partitions: int, cores: int) -> int:
     while groups * -(-n_partitions // run) > cores and run < n_partitions:
         run *= 2
     return run
-
-
-def _tensor_unroll(variant: Variant, widest: int) -> int:
-    """Return how many times 16 tokens a simdgroup takes at a time: as many loads as its registers can hold."""
-    if widest <= 64:
-        return 2
-    pages = variant.pages
-    has_room = pages is not None and pages.k.group_size >= 64 and widest <= 128 and variant.gqa <= 8
-    return 2 if has_room and not _is_short(variant) else 1
-
-
-def _is_short(variant: Variant) -> bool:
-    """Return whether more thread groups with shorter chunks are faster: with 8-bit codes and few heads, products have
-    no unused columns."""
-    pages = variant.pages
-    return pages is not None and pages.k.bits == pages.v.bits == 8 and variant.gqa <= 4
-
-
-def _groups_of_codes(variant: Variant, unroll: int) -> int:
-    """Return the thread groups per core for 8-bit keys in heads of 96 to 128, which need more registers: measured on an
-    NVIDIA H200 (docs/adr/0026)."""
-    if unroll == 2:
-        return 3 if variant.gqa <= 4 else 2
-    return (4 if _is_short(variant) else 3) - (variant.gqa > 8)
 
 
 @lru_cache(maxsize=4096)
@@ -350,14 +343,22 @@ def run_length(groups: int, cores: int, together: int) -> int:
     return next((run for run in (4, 2) if groups // run >= min(2 * together, 7.75) * cores), 1)
 
 
-def unsupported(dtype: mx.Dtype, head_dim: int, value_dim: int, gqa: int, block_size: int) -> str | None:
+def unsupported(
+    use: Use, dtype: mx.Dtype, head_dim: int, value_dim: int, n_q_heads: int, n_kv_heads: int, block_size: int
+) -> str | None:
     """Return why the kernels cannot serve this geometry, or None if they can."""
-    if dtype not in DTYPES:
-        return f"dtype {dtype} is not one of float32, float16, bfloat16"
+    gqa, rest = divmod(n_q_heads, n_kv_heads)
+    most = MAX_LATENT_HEADS if use == "latents" else MAX_GQA
+    if rest:
+        return f"{n_q_heads} query heads are not a multiple of {n_kv_heads} KV heads"
+    if dtype not in DTYPES or (use == "prefill" and dtype.size != 2):
+        return f"dtype {dtype} is not one of {'' if use == 'prefill' else 'float32, '}float16, bfloat16"
     if head_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}/{value_dim} is not one of {HEAD_DIMS}"
-    if not 1 <= gqa <= MAX_GQA:
-        return f"{gqa} query heads per kv head is not in 1..{MAX_GQA}"
+    if use == "prefill" and max(head_dim, value_dim) > MAX_TENSOR_HEAD_DIM:
+        return f"head_dim {head_dim}/{value_dim} is more than {MAX_TENSOR_HEAD_DIM}"
+    if not 1 <= gqa <= most:
+        return f"{gqa} query heads per kv head are not in 1..{most}"
     if block_size not in BLOCK_SIZES:
         return f"block size {block_size} is not one of {BLOCK_SIZES}"
     return None

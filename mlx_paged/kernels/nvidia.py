@@ -11,11 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-
-@lru_cache(maxsize=1)
-def has_cuda() -> bool:
-    """Return whether MLX has CUDA."""
-    return bool(mx.cuda.is_available())
+from .availability import backend
 
 
 @lru_cache(maxsize=16)
@@ -28,7 +24,7 @@ def narrow_layers(model: Any, num_rows: int) -> AbstractContextManager[None]:
     """Return a context in which the model's linear layers multiply ``num_rows`` rows by kernels, where these are
     faster."""
     context: AbstractContextManager[None] = (
-        part("narrow_layers").narrow_layers(model, num_rows) if has_cuda() else nullcontext()
+        part("narrow_layers").narrow_layers(model, num_rows) if backend() == "cuda" else nullcontext()
     )
     return context
 
@@ -41,7 +37,9 @@ def projected(layers: Sequence[nn.Module], x: mx.array, heads: Sequence[int] | N
         x: ``[B, L, hidden]``; L is 1 with ``heads``.
         heads: heads of each layer's result, which then has the shape ``[B, n_heads, 1, head_dim]``.
     """
-    found: list[mx.array] | None = part("narrow_layers").fused_projections(layers, x, heads) if has_cuda() else None
+    found: list[mx.array] | None = (
+        part("narrow_layers").fused_projections(layers, x, heads) if backend() == "cuda" else None
+    )
     if found is not None:
         return found
     results = []

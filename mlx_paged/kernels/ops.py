@@ -18,79 +18,34 @@ import mlx.core as mx
 import numpy as np
 
 from .availability import backend, cuda_limits, gpu_cores
-from .build import Constants, Launch, NoKernelError, build_kernel, padded_for_metal, prepared
-from .decode_spec import Counters, params_of, pool_constants_of, spec_of
+from .build import KernelText, Launch, NoKernelError, padded_for_metal, prepare
+from .decode_spec import FENCE, Counters, params_of, spec_of
 from .launch_shape import (
+    DECODE_BODIES,
+    DTYPES,
+    FUSED_BODIES,
     LATENT_BODIES,
     LATENT_TENSOR_HEADS,
     MATRIX_BODIES,
     MAX_TENSOR_HEAD_DIM,
+    PREFILL_BODIES,
     SHARED_BODIES,
-    SHARED_BODY_OF,
     STATIC_SHARED,
     LaunchShape,
+    Use,
     Variant,
     count_partitions,
+    fits_matrices,
     groups_of,
     shape_for,
     unsupported,
-    unsupported_matrix,
 )
-from .quantized import PageShape, page_constants, row_constants
+from .quantized import PageShape
 from .shared_runs import FEWEST_ROWS
 
-MAX_LATENT_HEADS = 256
 _MOST_TOGETHER = 16  # most query heads per thread group of the portable body over latents
 _TENSOR_RANKS = (256, 512)
 _TENSOR_ROPE = 64
-
-
-def unsupported_latent(dtype: mx.Dtype, rank: int, rope: int, n_q_heads: int, block_size: int) -> str | None:
-    """Return why the kernels cannot attend over latents of this geometry, or None if they can."""
-    if not 1 <= n_q_heads <= MAX_LATENT_HEADS:
-        return f"{n_q_heads} query heads over one latent are not in 1..{MAX_LATENT_HEADS}"
-    return unsupported(dtype, rank, rope, 1, block_size)
-
-
-@lru_cache(maxsize=256)
-def latent_variants_of(
-    dtype: mx.Dtype,
-    rank: int,
-    rope: int,
-    n_q_heads: int,
-    n_kv_heads: int,
-    block_size: int,
-    softcap: bool = False,
-    sinks: bool = False,
-    pages: PageShape | None = None,
-) -> tuple[Variant, ...]:
-    """Return the variants for latents, fastest first; empty if MLX has no GPU.
-
-    A token has one head: a latent of ``rank`` elements in the pool of keys, and ``rope`` elements rotated by its
-    position in the pool of values. Its key is both, concatenated, and its value is the latent: a variant's head_dim is
-    rank + rope, its value_dim is rank, and its gqa is the number of query heads per thread group.
-
-    Raises:
-        ValueError: no kernel supports the geometry.
-    """
-    why = unsupported_latent(dtype, rank, rope, n_q_heads, block_size)
-    if n_kv_heads != 1 or softcap or sinks or pages is not None:
-        why = "latent pages must have one KV head, must not be quantised, and support neither soft cap nor sinks"
-    if why:
-        raise ValueError(why)
-    dialect = backend()
-    if dialect is None:
-        return ()
-    portable, tensor = LATENT_BODIES
-    together = next(n for n in range(_MOST_TOGETHER, 0, -1) if n_q_heads % n == 0)
-    groups = groups_of(n_q_heads // together, dialect)
-    variants = [Variant(portable, dialect, dtype, rank + rope, rank, together, block_size, groups=groups)]
-    if dialect == "cuda" and dtype.size == 2 and rank in _TENSOR_RANKS and rope == _TENSOR_ROPE:
-        wide = variants[0]._replace(body=tensor, gqa=LATENT_TENSOR_HEADS)
-        # Checked here: MLX notices only when it instantiates the CUDA graph, and then keeps a broken one.
-        if cuda_limits().groups_together(shape_for(wide).latent_bytes(wide.head_dim)):
-            variants.insert(0, wide)
-    return tuple(variants)
 
 
 def new_fence() -> mx.array:
@@ -116,44 +71,68 @@ def variants_of(
     n_q_heads: int,
     n_kv_heads: int,
     block_size: int,
-    softcap: bool,
-    sinks: bool,
+    softcap: bool = False,
+    sinks: bool = False,
     pages: PageShape | None = None,
+    use: Use = "decode",
 ) -> tuple[Variant, ...]:
-    """Return the variants that can attend over a pool of this geometry, fastest first; empty without a GPU.
+    """Return the variants that can attend over a pool of this geometry, fastest first; empty without a GPU, and for
+    prompts without CUDA.
+
+    Over latents, the pool of keys holds a token's latent, and the pool of values elements rotated by its position. Its
+    key is both, concatenated, and its value is the latent: a variant's head_dim is the length of both, its value_dim
+    that of the latent, and its gqa is the number of query heads per thread group.
 
     Raises:
         ValueError: no kernel supports the geometry.
     """
-    gqa, rest = divmod(n_q_heads, n_kv_heads)
-    why = unsupported(dtype, head_dim, value_dim, gqa, block_size)
-    if rest or why:
-        raise ValueError(why or f"{n_q_heads} query heads are not a multiple of {n_kv_heads} KV heads")
-    dialect = backend()
+    why = unsupported(use, dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size)
+    if use == "latents" and (n_kv_heads != 1 or softcap or sinks or pages is not None):
+        why = "latent pages must have one KV head, must not be quantised, and support neither soft cap nor sinks"
+    if why:
+        raise ValueError(why)
+    dialect, is_quantized = backend(), pages is not None
     if dialect is None:
         return ()
-    bodies = ["paged_decode" if pages is None else "quantized_decode"]
-    if dialect == "cuda" and dtype.size == 2 and max(head_dim, value_dim) <= MAX_TENSOR_HEAD_DIM:
-        bodies.insert(0, "paged_decode_tensor" if pages is None else "quantized_decode_tensor")
-    groups = groups_of(n_kv_heads, dialect)
-    geometry = (dialect, dtype, head_dim, value_dim, gqa, block_size, softcap, sinks, pages, groups)
-    matrix = Variant(MATRIX_BODIES[pages is not None], *geometry)
-    if dialect == "metal" and unsupported_matrix(matrix) is None:
-        bodies.insert(0, matrix.body)
-    return tuple(Variant(body, *geometry) for body in bodies)
+    gqa, dims, groups = n_q_heads // n_kv_heads, (head_dim, value_dim), groups_of(n_kv_heads, dialect)
+    if use == "latents":
+        gqa = next(n for n in range(_MOST_TOGETHER, 0, -1) if n_q_heads % n == 0)
+        dims, groups = (head_dim + value_dim, head_dim), groups_of(n_q_heads // gqa, dialect)
+    body = LATENT_BODIES[0] if use == "latents" else DECODE_BODIES[is_quantized]
+    portable = Variant(body, dialect, dtype, *dims, gqa, block_size, softcap, sinks, pages, groups)
+    has_tensor_cores, variants = dialect == "cuda" and dtype.size == 2, [portable]
+    if use == "prefill":
+        variants = [portable._replace(body=PREFILL_BODIES[is_quantized])] if has_tensor_cores else []
+    elif use == "latents":
+        if has_tensor_cores and head_dim in _TENSOR_RANKS and value_dim == _TENSOR_ROPE:
+            variants.insert(0, portable._replace(body=LATENT_BODIES[1], gqa=LATENT_TENSOR_HEADS))
+    elif has_tensor_cores and portable.widest <= MAX_TENSOR_HEAD_DIM:
+        variants.insert(0, portable._replace(body=FUSED_BODIES[is_quantized]))
+    elif dialect == "metal" and fits_matrices(portable):
+        variants.insert(0, portable._replace(body=MATRIX_BODIES[is_quantized]))
+    # Checked here: MLX notices only when it instantiates the CUDA graph, and then keeps a broken one.
+    return tuple(v for v in variants if dialect == "metal" or cuda_limits().groups_together(shape_for(v).shared))
 
 
 def shared_variant_of(variant: Variant) -> Variant | None:
     """Return the variant for rows with common blocks whose bits equal this variant's; None if there is none."""
-    if variant.body not in SHARED_BODY_OF:
+    if variant.body not in FUSED_BODIES:
         return None
-    shared = variant._replace(body=SHARED_BODY_OF[variant.body])
+    shared = variant._replace(body=SHARED_BODIES[variant.pages is not None])
     shape = shape_for(shared)
-    needed = shape.shared_bytes(variant.head_dim, variant.value_dim) + STATIC_SHARED
-    return shared if shape.rows >= FEWEST_ROWS and cuda_limits().groups_together(needed) else None
+    fits = shape.rows >= FEWEST_ROWS and cuda_limits().groups_together(shape.shared + STATIC_SHARED)
+    return shared if fits else None
 
 
 switched_off: dict[Variant, str] = {}  # variants that this process must not use again, and why
+
+
+def first_working(variants: Sequence[Variant]) -> Variant:
+    """Return the first variant that is not switched off. Raises NoKernelError if there is none."""
+    for variant in variants:
+        if variant not in switched_off:
+            return variant
+    raise NoKernelError("; ".join(map(switched_off.__getitem__, variants)) or "no kernel serves this geometry here")
 
 
 class DecodeLaunch(NamedTuple):
@@ -243,52 +222,49 @@ def prepare_decode(
         NoKernelError: no GPU, or every variant is off.
     """
     dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool, pages)
-    choices: tuple[Variant, ...] = (variant,) if variant is not None else ()
     if variant is None:
-        choices = (latent_variants_of if latent else variants_of)(
-            dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size, softcap is not None, sinks, pages
-        )
-        shared = shared_variant_of(choices[0]) if choices and items is not None else None
-        if shared is not None:
-            choices = (shared, *choices)
-    reach = visible[0].shape[1] * block_size
-    batch, q_len = len(visible[0]), visible[1].shape[1]
-    reasons = []
-    for choice in choices:
-        if choice in switched_off and variant is None:
-            reasons.append(switched_off[choice])
-            continue
-        own = launch_shape or shape_for(choice, gpu_cores())
-        seen = reach if max_visible is None else min(reach, max_visible + own.alignment - 1)
-        own_items = items if choice.body in SHARED_BODIES else None
-        n_items = 0 if own_items is None else len(own_items)
-        n_partitions = count_partitions(seen, own)
-        spec = spec_of(choice, own, batch, n_q_heads, q_len, n_partitions, n_items)
-        filled, merge = {} if init_value is None else {"init_value": init_value}, None
-        decode = prepared(build_kernel(choice.body, spec.decode_constants), {**spec.decode, **filled})
-        if spec.merge:
-            merge = prepared(build_kernel(spec.merge_body, spec.merge_constants), {**spec.merge, **filled})
-        run_shift = spec.run.bit_length() - 1
-        params = params_of(scale, softcap or 1.0, float(append), float(run_shift), float(n_partitions))
-        return DecodeLaunch(decode, merge, visible, params, spec.counters, own_items)
-    raise NoKernelError("; ".join(reasons) or "no decode kernel is available for this geometry")
+        shape = dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size
+        found = variants_of(*shape, softcap is not None, sinks, pages, "latents" if latent else "decode")
+        shared = shared_variant_of(found[0]) if found and items is not None else None
+        variant = first_working(found if shared is None else (shared, *found))
+    own, reach = launch_shape or shape_for(variant, gpu_cores()), visible[0].shape[1] * block_size
+    n_partitions = count_partitions(reach if max_visible is None else min(reach, max_visible + own.alignment - 1), own)
+    if variant.body not in SHARED_BODIES:
+        items = None
+    rows = len(visible[0]), n_q_heads, visible[1].shape[1]
+    spec = spec_of(variant, own, *rows, n_partitions, 0 if items is None else len(items))
+    decode, *merge = (prepare(*launch, init_value=init_value) for launch in spec.launches)
+    params = params_of(scale, softcap or 1.0, float(append), float(spec.run.bit_length() - 1), float(n_partitions))
+    return DecodeLaunch(decode, merge[0] if merge else None, visible, params, spec.counters, items)
 
 
-# Kernels that write and gather: of a pool that is not quantised, of quantised pages, and of their rows as they are.
-_WRITES = ("write_slots", "quantized_write", "write_rows")
-_GATHERS = ("gather_blocks", "quantized_gather", "gather_rows")
+@lru_cache(maxsize=256)
+def pool_texts(
+    dtype: mx.Dtype, head_dim: int, value_dim: int, block_size: int, pages: PageShape | None = None
+) -> dict[str, KernelText]:
+    """Return the kernels that "write", "gather" and "copy" blocks of any head size, in packets of 4 elements; and for
+    quantised pages those that "write stored" and "gather stored" rows unchanged.
+
+    Raises:
+        ValueError: no kernel supports this geometry.
+    """
+    is_packed = dtype == mx.uint32  # words of quantised pages
+    if not is_packed and (dtype not in DTYPES or head_dim % 4 or value_dim % 4):
+        raise ValueError(f"no kernel writes and gathers {dtype} of head size {head_dim}/{value_dim}")
+    pool = ("T", dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size)
+    if pages is None:
+        return {"write": ("write_slots", pool), "gather": ("gather_blocks", pool), "copy": ("copy_blocks", pool)}
+    _, words = copy = pool_texts(mx.uint32, pages.k.num_words, pages.v.num_words, block_size)["copy"]
+    values, rows = (*pool, *pages.constants), (*words, ("KC", pages.k.code_words), ("VC", pages.v.code_words))
+    texts = {"write": ("quantized_write", values), "gather": ("quantized_gather", values), "copy": copy}
+    return {**texts, "write stored": ("write_rows", rows), "gather stored": ("gather_rows", rows)}
 
 
 def _pool_text(
-    bodies: tuple[str, str, str], k_pool: mx.array, v_pool: mx.array, pages: PageShape | None, stored: bool
-) -> tuple[str, Constants]:
-    """Return the body and the constants of a kernel that writes or gathers."""
-    block_size = k_pool.shape[2]
-    if pages is None:
-        return bodies[0], pool_constants_of(k_pool.dtype, k_pool.shape[3], v_pool.shape[3], block_size)
-    if stored:
-        return bodies[2], row_constants(pages, block_size)
-    return bodies[1], page_constants(pages, block_size)
+    name: str, k_pool: mx.array, v_pool: mx.array, pages: PageShape | None, stored: bool = False
+) -> KernelText:
+    dtype, _, block_size, *dims = geometry_of(k_pool, v_pool, pages)
+    return pool_texts(dtype, *dims, block_size, pages)[f"{name} stored" if stored and pages is not None else name]
 
 
 # Takes pools of keys and of values, their fence, and rows of keys and values ``[B, n_kv_heads, length, head_dim]`` in
@@ -302,22 +278,16 @@ def prepare_write(
     """Prepare a launch that scatters rows of keys and values into pools of this geometry, in place.
 
     Args:
-        slots: int32 or int64 ``[B * length]``: block * block_size + offset of each row, row b * length + i for
+        slots: int32 ``[B * length]``: block * block_size + offset of each row, row b * length + i for
             position i of sequence b; a negative slot is skipped. Two rows must not share a slot of a block that anyone
             reads.
         pages: form of a pool of quantised pages; rows are quantised as MLX does on this device.
         stored: the rows are quantised, uint32 ``[B, n_kv_heads, length, num_words]``, and written unchanged.
     """
-    body, constants = _pool_text(_WRITES, k_pool, v_pool, pages, stored)
     heads = k_pool.shape[1]
     simdgroups = slots.size * heads * (1 if pages is None else 2)  # of pages, keys and values have their own
-    options = {
-        "grid": (simdgroups * 32, 1, 1),
-        "threadgroup": (next(n for n in (8, 4, 2, 1) if heads % n == 0) * 32, 1, 1),
-        "output_shapes": [(1,)],
-        "output_dtypes": [mx.uint32],
-    }
-    launch = prepared(build_kernel(body, (*constants, ("S", slots.dtype))), options)
+    threads = next(n for n in (8, 4, 2, 1) if heads % n == 0) * 32
+    launch = prepare(_pool_text("write", k_pool, v_pool, pages, stored), (simdgroups * 32, 1, 1), threads, [FENCE])
     return lambda k_pool, v_pool, fence, k, v: launch([k_pool, v_pool, fence, k, v, slots])[0]
 
 
@@ -346,19 +316,13 @@ def prepare_gather(
         A function of (k_pool, v_pool, fence) that returns k ``[1, n_kv_heads, length, head_dim]``, v, and the next
         fence.
     """
-    ids = mx.array(padded_for_metal(np.array(block_ids, np.int32)))
-    heads = k_pool.shape[1]
-    body, constants = _pool_text(_GATHERS, k_pool, v_pool, pages, stored)
-    known = dict(constants)
-    sizes, dtype = (known["D"], known["DV"]), known["T"]
-    threads = length * (max(sizes) // (1 if stored else 4))  # a thread copies a word, or a packet of 4 elements
-    options = {
-        "grid": (_round_up(threads, 256), heads, 1 if pages is None else 2),
-        "threadgroup": (256, 1, 1),
-        "output_shapes": [*((1, heads, length, size) for size in sizes), (1,)],
-        "output_dtypes": [dtype, dtype, mx.uint32],
-    }
-    launch, span = prepared(build_kernel(body, constants), options), mx.array([start, length], mx.int32)
+    ids, span = mx.array(padded_for_metal(np.array(block_ids, np.int32))), mx.array([start, length], mx.int32)
+    heads, text = k_pool.shape[1], _pool_text("gather", k_pool, v_pool, pages, stored)
+    known = dict(text[1])
+    threads = length * (max(known["D"], known["DV"]) // (1 if stored else 4))  # each copies a word, or 4 elements
+    grid = _round_up(threads, 256), heads, 1 if pages is None else 2
+    outputs = [((1, heads, length, known[size]), known["T"]) for size in ("D", "DV")]
+    launch = prepare(text, grid, 256, [*outputs, FENCE])
     return lambda k_pool, v_pool, fence: tuple(launch([k_pool, v_pool, fence, ids, span]))  # type: ignore[return-value]
 
 
@@ -369,17 +333,11 @@ def copy_blocks(
 
     source and target: block ids, as many of each; no block may be in both, and none twice in target.
     """
-    dtype, n_kv_heads, block_size, head_dim, value_dim = geometry_of(k_pool, v_pool)
-    packets = n_kv_heads * block_size * max(head_dim, value_dim) // 4
+    packets = max(k_pool.size, v_pool.size) // (4 * k_pool.shape[0])
     pairs = padded_for_metal(np.array([source, target], np.int32).T).T
-    (fence,) = build_kernel("copy_blocks", pool_constants_of(dtype, head_dim, value_dim, block_size))(
-        inputs=[k_pool, v_pool, fence, mx.array(np.ascontiguousarray(pairs))],
-        grid=(_round_up(packets, 256), len(source), 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.uint32],
-    )
-    return fence
+    grid = _round_up(packets, 256), len(source), 1
+    launch = prepare(_pool_text("copy", k_pool, v_pool, None), grid, 256, [FENCE])
+    return launch([k_pool, v_pool, fence, mx.array(np.ascontiguousarray(pairs))])[0]
 
 
 def _round_up(value: int, multiple: int) -> int:

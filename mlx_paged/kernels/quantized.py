@@ -1,9 +1,8 @@
-"""Quantised pages: their rows, how values are packed and rotated, and constants of the kernels that write and gather
-them."""
+"""Quantised pages: their rows, and how values are packed and rotated."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -68,11 +67,6 @@ class QuantizedRows(NamedTuple):
         """Words of a row."""
         return self.code_words + 2 * self.num_groups * self.dtype.size // 4
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a row."""
-        return 4 * self.num_words
-
     def quantize(self, x: mx.array) -> mx.array:
         """Return rows ``[..., num_words]`` of values ``[..., dim]``."""
         return self.join(*mx.quantize(mx.contiguous(x), self.group_size, self.bits))  # views went wrong on Metal
@@ -109,24 +103,13 @@ class PageShape(NamedTuple):
     k: QuantizedRows
     v: QuantizedRows
 
-    @classmethod
-    def of(cls, dim: int, bits: int | tuple[int, int], group_size: int, dtype: mx.Dtype) -> PageShape:
-        """Return the forms for keys and values of ``dim`` values each; ``bits``: of both, or (of keys, of values)."""
-        k_bits, v_bits = bits if isinstance(bits, tuple) else (bits, bits)
-        return cls(QuantizedRows(dim, k_bits, group_size, dtype), QuantizedRows(dim, v_bits, group_size, dtype))
-
     @property
     def dtype(self) -> mx.Dtype:
         """Dtype of queries, and of keys and values as they are given and read."""
         return self.k.dtype
 
     @property
-    def itemsize(self) -> float:
-        """Average bytes of an element of keys and values, without scales and biases."""
-        return (self.k.bits + self.v.bits) / 16
-
-    @property
-    def constants(self) -> tuple[tuple[str, Any], ...]:
+    def constants(self) -> Constants:
         """Constants of a text for such pages, besides T, D and DV."""
         return (("KBITS", self.k.bits), ("VBITS", self.v.bits), ("GS", self.k.group_size))
 
@@ -159,21 +142,3 @@ def new_blocks(
         return mx.full((*shape, dims[0]), value, dtype), mx.full((*shape, dims[1]), value, dtype)
     word = 0 if value == 0.0 else 0xFFFFFFFF
     return mx.full((*shape, pages.k.num_words), word, mx.uint32), mx.full((*shape, pages.v.num_words), word, mx.uint32)
-
-
-def page_constants(pages: PageShape, block_size: int) -> Constants:
-    """Return constants of the kernels that quantise and dequantise."""
-    return (("T", pages.dtype), ("D", pages.k.dim), ("DV", pages.v.dim), ("BS", block_size), *pages.constants)
-
-
-def row_constants(pages: PageShape, block_size: int) -> Constants:
-    """Return constants of the kernels that move rows unchanged: words of a row, and words of its codes."""
-    words = (("T", mx.uint32), ("D", pages.k.num_words), ("DV", pages.v.num_words))
-    return (*words, ("KC", pages.k.code_words), ("VC", pages.v.code_words), ("BS", block_size))
-
-
-def texts_of(pages: PageShape, block_size: int) -> list[tuple[str, Constants]]:
-    """Return (body, constants) of the kernels that write and read pages."""
-    values, rows, slots = page_constants(pages, block_size), row_constants(pages, block_size), ("S", mx.int32)
-    texts = [("quantized_write", (*values, slots)), ("quantized_gather", values)]
-    return [*texts, ("write_rows", (*rows, slots)), ("gather_rows", rows)]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
-from ..errors import BlocksUnavailableError, KernelUnavailableError, check_device
+from ..errors import BlocksUnavailableError, KernelUnavailableError
 from ..kernels import availability
 from ..kernels import ops as kernels
-from ..kernels.check import checked
-from ..kernels.launch_shape import Variant
-from ..kernels.prefill import prefill_variants_of
-from ..kernels.quantized import rotate
+from ..kernels.check import checked, pool_check
+from ..kernels.launch_shape import DECODE_BODIES, Use, Variant
 from .block_table import BlockTable
 from .device_blocks import DeviceBlocks, pages_of
 from .geometry import Geometry, QueryHeads
@@ -86,20 +83,17 @@ ChooseBlocks = Callable[[Geometry, int, QueryHeads | None], BlocksChoice]
 
 def kernel_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     """Return why the decode kernel cannot serve these blocks and queries, or None. The first call self-checks it."""
-    variants_of = kernels.latent_variants_of if heads.latent else kernels.variants_of
-    return _variant_unsupported_reason(geometry, block_size, heads, variants_of)
+    return _variant_unsupported_reason(geometry, block_size, heads, "latents" if heads.latent else "decode")
 
 
 def prefill_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
     """Return why the prefill kernel cannot serve these blocks and queries, or None. The first call self-checks it."""
     if availability.on_metal():
         return "on Metal prompts take MLX's attention"
-    return _variant_unsupported_reason(geometry, block_size, heads, prefill_variants_of)
+    return _variant_unsupported_reason(geometry, block_size, heads, "prefill")
 
 
-def _variant_unsupported_reason(
-    geometry: Geometry, block_size: int, heads: QueryHeads, variants_of: Callable[..., Sequence[Variant]]
-) -> str | None:
+def _variant_unsupported_reason(geometry: Geometry, block_size: int, heads: QueryHeads, use: Use) -> str | None:
     """Return why no variant of a kernel serves these, or None. Checks variants, fastest first, until one passes."""
     num_kv_heads, k_dim, v_dim, dtype, _ = geometry
     pages = pages_of(geometry)
@@ -107,8 +101,8 @@ def _variant_unsupported_reason(
     if why is not None:
         return why
     try:
-        variants = variants_of(
-            dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks, pages
+        variants = kernels.variants_of(
+            dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks, pages, use
         )
     except ValueError as error:
         return str(error)
@@ -157,34 +151,10 @@ def without_kernel(geometry: Geometry, block_size: int, why: str) -> BlocksChoic
     """
     if mx.default_device().type == mx.DeviceType.cpu:
         return BlocksChoice(HostBlocks, why)
-    try:
-        fails = _fault_of_pool_kernels(geometry, block_size)
-    except Exception as error:
-        check_device(error)
-        fails = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if fails is not None:
-        raise BlocksUnavailableError(f"the kernels that write and gather blocks do not work here: {fails}")
+    _, k_dim, v_dim, dtype, _ = geometry
+    pages = pages_of(geometry)
+    body, backend = DECODE_BODIES[pages is not None], availability.backend() or ""
+    fault = pool_check(Variant(body, backend, dtype, k_dim, v_dim, 1, block_size, pages=pages)).reason
+    if fault:
+        raise BlocksUnavailableError(f"the kernels that write and gather blocks do not work here: {fault}")
     return BlocksChoice(DeviceBlocks, why)
-
-
-@functools.cache
-def _fault_of_pool_kernels(geometry: Geometry, block_size: int) -> str | None:
-    """Write, copy and gather random tokens by kernels. Return what is wrong with the result, or None."""
-    heads, k_dim, v_dim, dtype, _ = geometry
-    blocks, tables = DeviceBlocks(geometry, block_size, 5), [BlockTable(1, block_size) for _ in range(2)]
-    count = 2 * block_size - 1
-    k, v = (mx.random.normal((1, heads, count, dim), key=mx.random.key(dim)).astype(dtype) for dim in (k_dim, v_dim))
-    for table, ids in zip(tables, ([3, 1], [2, 4]), strict=True):
-        table.block_ids[0][:], table.length = ids, count
-    tokens = NewTokens(tables[:1], (count,))
-    tokens.begin(0, 5)
-    blocks.write(tokens, k, v)
-    blocks.copy([3, 1], [2, 4])
-    for table in tables:
-        for got, wrote, form in zip(blocks.gather(table, 0), (k, v), geometry.rows or (None, None), strict=True):
-            if form is not None:
-                wrote = form.dequantize(form.quantize(rotate(wrote) if geometry.rotates else wrote))
-                wrote = rotate(wrote) if geometry.rotates else wrote
-            if not mx.array_equal(got, wrote).item():
-                return "they return other values than were written"
-    return None

@@ -12,7 +12,7 @@ import numpy as np
 from ..kernels import ops as kernels
 from ..kernels.build import NoKernelError
 from ..kernels.check import checked
-from ..kernels.launch_shape import MAX_QUERY_LENGTH, unsupported
+from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kernels.prefill import prepare_prefill
 from ..kernels.quantized import PageShape, new_blocks, rotate
 from ..kernels.shared_runs import SharedCut, cut_of
@@ -29,9 +29,6 @@ PACED_TOKENS = 2048
 def shared_cut_of(geometry: Geometry, block_size: int, heads: QueryHeads) -> SharedCut | None:
     """Return the cut of the kernel for common blocks, or None if there is no kernel for these."""
     num_kv_heads, k_dim, v_dim, dtype, _ = geometry
-    gqa, rest = divmod(heads.num_q_heads, num_kv_heads)
-    if rest or unsupported(dtype, k_dim, v_dim, gqa, block_size):
-        return None
     variants = kernels.variants_of(
         dtype, k_dim, v_dim, heads.num_q_heads, num_kv_heads, block_size, heads.softcap, heads.sinks, pages_of(geometry)
     )

@@ -21,7 +21,6 @@ ThreeArrays = tuple[mx.array, mx.array, mx.array]
 
 _length_of = attrgetter("length")
 
-MAX_INT32 = (1 << 31) - 1
 SHORT_TABLE = 8  # blocks
 
 
@@ -67,7 +66,6 @@ class NewTokens:
         self.epoch = -1
         self.made: dict[Any, Any] = {}
         self.lengths = np.zeros(0, np.int32)
-        self._num_blocks = 0
         self._token_rows, self._end_rows = DeviceRows(), DeviceRows()
         self._first_rows: defaultdict[Window, DeviceRows] = defaultdict(DeviceRows)
         # Block tables [B, width] on the host, the versions of their rows, and what the device has of them.
@@ -77,15 +75,9 @@ class NewTokens:
         self._common: np.ndarray | None = None  # leading blocks that each row shares with another; None: not known
         self._items: tuple[Any, mx.array | None] = None, None
 
-    def begin(self, epoch: int, num_blocks: int) -> None:
-        """Begin a step: positions have been reserved, or a table has changed.
-
-        Args:
-            epoch: the group's present epoch.
-            num_blocks: number of the group's blocks.
-        """
-        self.epoch, self._num_blocks = epoch, num_blocks
-        self.lengths = lengths_of(self.tables)
+    def begin(self, epoch: int) -> None:
+        """Begin a step in the group's present epoch: positions have been reserved, or a table has changed."""
+        self.epoch, self.lengths = epoch, lengths_of(self.tables)
         self.made.clear()
 
     @cached_property
@@ -97,16 +89,14 @@ class NewTokens:
     # Positions ------------------------------------------------------------------------------------------------
 
     def slots(self, num_rows: int | None = None) -> mx.array:
-        """Return ``block_id * block_size + offset`` of each token, ``[T]``; int64 where int32 is too short. Padding up
-        to ``num_rows``, and on Metal to 8, is -1, which is not written."""
+        """Return ``block_id * block_size + offset`` of each token, int32 ``[T]``. Padding up to ``num_rows``, and on
+        Metal to 8, is -1, which is not written."""
         found: mx.array | None = self.made.get(("slots", num_rows))
         if found is None:
             slots = self.host_slots()
             if num_rows is not None:
                 slots = np.concatenate([slots, np.full(num_rows - len(slots), -1, slots.dtype)])
-            is_wide = self._num_blocks * self.tables[0].block_size > MAX_INT32
-            slots = padded_for_metal(slots if is_wide else slots.astype(np.int32), -1)
-            found = self.made["slots", num_rows] = mx.array(slots)
+            found = self.made["slots", num_rows] = mx.array(padded_for_metal(slots.astype(np.int32), -1))
         return found
 
     def host_slots(self) -> np.ndarray:
@@ -293,7 +283,7 @@ class NewTokens:
         found: NewTokens | None = self.made.get(("single", index))
         if found is None:
             found = self.made["single", index] = NewTokens([self.tables[index]], (self.counts[index],), self.group)
-            found.begin(self.epoch, self._num_blocks)
+            found.begin(self.epoch)
         return found
 
     def split(self, x: mx.array) -> list[mx.array]:

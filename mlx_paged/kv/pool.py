@@ -406,7 +406,7 @@ class BlockPool:
                     raise BlockStateError(
                         f"cannot write block {block_id}: it has {refcount(block_id)} references, not 1"
                     )
-        tokens.begin(group.epoch, group.allocator.num_blocks)
+        tokens.begin(group.epoch)
 
     def write(
         self, layer: int, tables: Sequence[BlockTable], k: mx.array, v: mx.array, *, stored: bool = False

@@ -34,7 +34,7 @@ from mlx_paged.kernels.build import DeviceRows
 from mlx_paged.kernels.prefill import prepare_prefill
 from mlx_paged.kernels.quantized import PageShape, QuantizedRows
 from mlx_paged.kernels.shared_runs import Partitions, cut_of, interleaved, items_for, shared_items, shared_rows
-from scripts.support.paged_decode import decode_variants
+from scripts.support.paged_decode import decode_variants, page_shape
 
 from .report import BenchError, Metric
 
@@ -151,7 +151,7 @@ def steps_of(tables: mx.array, length: int) -> tuple[mx.array, mx.array, mx.arra
 
 def pages_of(head_dim: int, bits: Any) -> PageShape | None:
     """Return the form of pages of ``bits``, or of a pair of bits for keys and values; None: plain."""
-    return None if bits is None else PageShape.of(head_dim, bits, KV_GROUP_SIZE, DTYPE)
+    return None if bits is None else page_shape(head_dim, bits, KV_GROUP_SIZE, DTYPE)
 
 
 def pools_of(tables: mx.array, n_kv: int, head_dim: int, sets: int, pages: PageShape | None) -> list[list[mx.array]]:
@@ -201,7 +201,11 @@ def measure_decode(batch: int, context: int, name: str, kv_bits: Sequence[Any]) 
     del dense
     for bits in (None, *kv_bits):
         pages = pages_of(head_dim, bits)
-        side, itemsize = ("paged", 2) if pages is None else (f"paged {pages.k.bits}/{pages.v.bits}", pages.itemsize)
+        side, itemsize = (
+            ("paged", 2)
+            if pages is None
+            else (f"paged {pages.k.bits}/{pages.v.bits}", (pages.k.bits + pages.v.bits) / 16)
+        )
         pools = pools_of(tables, n_kv, head_dim, max(1, min(64, int(sets * 2 / itemsize))), pages)
         launch = kernels.prepare_decode(*pools[0], rows, n_q_heads=n_q, scale=head_dim**-0.5, pages=pages)
         seconds[side] = seconds_per_launch(chain_of(launch, q, pools), launches_for(read))
@@ -248,7 +252,7 @@ def measure_shared(batch: int, common: int, own: int, name: str, bits: Any = Non
     host = np.array(shuffled_tables(batch, length))
     host[:, :leading] = host[0, :leading]
     pages = pages_of(head_dim, bits)
-    itemsize = DTYPE.size if pages is None else pages.itemsize
+    itemsize = DTYPE.size if pages is None else (pages.k.bits + pages.v.bits) / 16
     read = 2 * (common + batch * own) * n_kv * head_dim * DTYPE.size
     tables = mx.array(host)
     most = max(1, int((8 << 30) // (2 * tables.size * BLOCK_SIZE * n_kv * head_dim * itemsize)))

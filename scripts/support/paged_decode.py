@@ -7,7 +7,14 @@ import mlx.core as mx
 
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.launch_shape import Variant
-from mlx_paged.kernels.quantized import PageShape
+from mlx_paged.kernels.quantized import PageShape, QuantizedRows
+
+
+def page_shape(dim: int, bits: int | tuple[int, int], group_size: int, dtype: mx.Dtype) -> PageShape:
+    """Return the form of pages for keys and values of ``dim`` values each; ``bits``: of both, or (of keys, of
+    values)."""
+    both = bits if isinstance(bits, tuple) else (bits, bits)
+    return PageShape(*(QuantizedRows(dim, each, group_size, dtype) for each in both))
 
 
 def decode_variants(

@@ -87,7 +87,6 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that kernels can run; none is timed."""
     for module in (doctor, doctor_kernels):
         monkeypatch.setattr(module, "device_unsupported_reason", lambda: None)
-    monkeypatch.setattr(doctor_kernels, "unsupported_prefill", lambda *shape: "not here")
     monkeypatch.setattr(doctor_kernels, "dispatch_of", lambda shape, config: (Dispatch("kernel", "here"), 0.0))
     monkeypatch.setattr(doctor_kernels, "launch_seconds", lambda variant: 12e-6)
     monkeypatch.setattr(doctor_kernels, "dense_seconds", lambda variant: 15e-6)
@@ -102,8 +101,11 @@ def test_a_failing_kernel_is_named_and_fails_the_run(
         rms, reason = faults.get(variant.head_dim, (1e-4, ""))
         return CheckResult(not reason, rms, 0.5, reason)
 
-    def variants(dtype: mx.Dtype, dim: int, value_dim: int, heads: int, kv: int, block: int, *extras: bool) -> tuple:
-        return (Variant("paged_decode", "metal", dtype, dim, value_dim, heads // kv, block, *extras),)
+    def variants(
+        dtype: mx.Dtype, dim: int, value_dim: int, heads: int, kv: int, block: int, *extras: bool, use: str = "decode"
+    ) -> tuple[Variant, ...]:
+        found = Variant("paged_decode", "metal", dtype, dim, value_dim, heads // kv, block, *extras)
+        return (found,) if use == "decode" else ()
 
     monkeypatch.setattr(doctor_kernels, "variants_of", variants)
     monkeypatch.setattr(doctor_kernels, "self_check", check)
@@ -123,9 +125,7 @@ def test_prompts_and_products_have_rows_on_cuda(on_gpu: None, monkeypatch: pytes
 
     prefill = Variant("paged_prefill", "cuda", mx.bfloat16, 64, 64, 4, 32)
     monkeypatch.setattr(doctor_kernels, "popular_shapes", lambda block_size: [Shape(mx.bfloat16, 64, 4, 32)])
-    monkeypatch.setattr(doctor_kernels, "unsupported_prefill", lambda *shape: None)
-    monkeypatch.setattr(doctor_kernels, "prefill_variants_of", lambda *shape: (prefill,))
-    monkeypatch.setattr(doctor_kernels, "variants_of", lambda *shape: ())
+    monkeypatch.setattr(doctor_kernels, "variants_of", lambda *shape, use="": (prefill,) if use == "prefill" else ())
     monkeypatch.setattr(doctor_kernels, "self_check", lambda v: CheckResult(True, 0.0, 0.1, ""))
     monkeypatch.setattr(doctor_kernels, "backend", lambda: "cuda")
     monkeypatch.setattr(narrow_matmul, "self_check", check_product)

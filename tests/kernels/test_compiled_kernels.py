@@ -19,14 +19,7 @@ from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.build import Constants, build_kernel
 from mlx_paged.kernels.check import outcome_of, self_check, texts_of
-from mlx_paged.kernels.decode_spec import pool_constants_of
-from mlx_paged.kernels.launch_shape import MATRIX_BODIES, Variant
-from mlx_paged.kernels.prefill import (
-    BODY,
-    QUANTIZED_BODY,
-    prefill_constants_of,
-    shape_of,
-)
+from mlx_paged.kernels.launch_shape import MATRIX_BODIES, PREFILL_BODIES, Variant, constants_of, shape_for
 from scripts.support.paged_decode import write_slots
 from tests.support.cases import quick
 from tests.support.kernels.quantized_pages import page_shape
@@ -38,9 +31,8 @@ LATENT = Variant("latent_decode", "cuda", mx.float32, 576, 512, 10, 32)
 LATENT_TENSOR = Variant("latent_decode_tensor", "cuda", mx.bfloat16, 576, 512, 64, 32)
 PAGES = page_shape(64, (8, 4), 32, mx.bfloat16)
 QUANTIZED = Variant("quantized_decode", "cuda", mx.bfloat16, 64, 64, 4, 16, True, True, PAGES)
-POOL = pool_constants_of(mx.bfloat16, 64, 64, 32)
-WRITE: Constants = (*POOL, ("S", mx.int32))
-PRODUCT = narrow_matmul.kernel_key("narrow_matmul_group", mx.float16, narrow_matmul.SMALL).constants
+POOL = kernels.pool_texts(mx.bfloat16, 64, 64, 32)["copy"][1]
+PRODUCT = narrow_matmul.kernel_key("narrow_matmul_group", mx.float16, narrow_matmul.SMALL)[1]
 
 
 class FakeCompiler:
@@ -81,8 +73,8 @@ def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMLX]:
 
 
 PREFILL, QUANTIZED_PREFILL = (
-    (variant.body, prefill_constants_of(variant, shape_of(variant)))
-    for variant in (TENSOR._replace(body=BODY), QUANTIZED._replace(body=QUANTIZED_BODY))
+    (variant.body, constants_of(variant, shape_for(variant)))
+    for variant in (TENSOR._replace(body=PREFILL_BODIES[0]), QUANTIZED._replace(body=PREFILL_BODIES[1]))
 )
 
 
@@ -95,7 +87,7 @@ def texts() -> list[tuple[str, Constants]]:
     ]
     quantized = texts_of(QUANTIZED) + texts_of(QUANTIZED._replace(body="quantized_decode_tensor"))
     listed = texts_of(TENSOR) + texts_of(PLAIN) + quantized + [PREFILL, QUANTIZED_PREFILL]
-    listed += [(key.body, key.constants) for key in [*products, draw_rows.kernel_key(mx.bfloat16, "cuda")]]
+    listed += [*products, draw_rows.kernel_key(mx.bfloat16, "cuda")]
     listed += texts_of(LATENT) + texts_of(LATENT_TENSOR)
     assert {body for body, _ in listed} >= set(BODIES) - set(MATRIX_BODIES)  # Metal only
     return listed
@@ -128,7 +120,7 @@ def test_launch_passes_the_declared_parameters(mlx: FakeMLX, body: str, constant
 
 HEADERLESS = [
     texts()[0], texts()[3], ("narrow_matmul_gate", None), PREFILL, *texts_of(QUANTIZED), *texts()[-2:],
-    draw_rows.kernel_key(mx.float16, "cuda")[:2],
+    draw_rows.kernel_key(mx.float16, "cuda"),
 ]  # fmt: skip
 
 
@@ -138,7 +130,7 @@ def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Co
     if nvcc is None:
         pytest.skip("needs CUDA's compiler")
     if constants is None:
-        constants = narrow_matmul.kernel_key(body, mx.float16, narrow_matmul.SMALL).constants
+        constants = narrow_matmul.kernel_key(body, mx.float16, narrow_matmul.SMALL)[1]
     source = compiled.cuda_source(body, constants)
     assert "#include" not in source.text
     # NVRTC needs no header; nvcc predefines only some of these names.
@@ -171,9 +163,9 @@ def test_a_product_reads_rows_of_any_number_of_dimensions(mlx: FakeMLX, shape: t
 def test_a_text_for_other_dtypes_is_not_launched(mlx: FakeMLX) -> None:
     pool, slots = mx.zeros((2, 3, 32, 64), mx.float16), mx.zeros((1,), mx.int32)
     one = mx.zeros((1, 3, 1, 64), mx.float16)
-    options = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)], "output_dtypes": [mx.uint32]}
+    launch = build.prepare(("write_slots", POOL), (1, 1, 1), 1, [((1,), mx.uint32)])
     with pytest.raises(ValueError, match="must have types"):
-        build_kernel("write_slots", WRITE)(inputs=[pool, pool, kernels.new_fence(), one, one, slots], **options)
+        launch([pool, pool, kernels.new_fence(), one, one, slots])
     assert not mlx.calls
 
 
@@ -185,7 +177,7 @@ def test_a_kernel_that_nvrtc_cannot_compile_is_off(mlx: FakeMLX, monkeypatch: py
     monkeypatch.setattr(FakeCompiler, "compile", refuse)
     made = None if trouble == "no compiler" else Cubins(FakeCompiler(), "sm_90", None)
     monkeypatch.setattr(compiled, "cubins", lambda: made)
-    reason = outcome_of(lambda: build_kernel("copy_blocks", POOL)(inputs=[])).reason
+    reason = outcome_of(lambda: build_kernel("copy_blocks", POOL)).reason
     assert ("NVRTC" if made is None else "no such name") in reason and not mlx.calls
 
 

@@ -45,13 +45,6 @@ def make(compiler: FakeCompiler, folder: CubinFolder | None, architecture: str =
     return Cubins(compiler, architecture, folder)
 
 
-def finish() -> None:
-    """Wait for the threads that compile: they write files after they have set their results."""
-    for thread in threading.enumerate():
-        if thread.name == "mlx_paged compiles":
-            thread.join(WAIT_SECONDS)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> CubinFolder:
     return CubinFolder(tmp_path / "cache" / "kernels")
@@ -69,22 +62,12 @@ def test_texts_are_compiled_in_parallel_and_each_once() -> None:
     ]
 
 
-def test_without_more_threads_texts_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    made = make(FakeCompiler(), None)
-    for _ in range(2):
-        assert made.start(source("a")).result(WAIT_SECONDS) == b"TEXT OF A FOR sm_90"
-
-
 def test_an_error_of_the_compiler_keeps_nothing_of_its_callers() -> None:
     made, kept = make(FakeCompiler(), None), set[int]()
     alive = weakref.ref(kept)
 
     def use(held: set[int]) -> None:
-        made.kernel(source("a", "wrong"), {})
+        made.kernel(source("a", "wrong"))
 
     with without_collector():
         with pytest.raises(RuntimeError, match="does not compile"):
@@ -96,7 +79,6 @@ def test_an_error_of_the_compiler_keeps_nothing_of_its_callers() -> None:
 def test_the_next_process_reads_what_the_first_compiled(folder: CubinFolder) -> None:
     first, second = FakeCompiler(), FakeCompiler()
     compiled = make(first, folder).start(source("a")).result(WAIT_SECONDS)
-    finish()
     assert make(second, CubinFolder(folder.path)).start(source("a")).result(WAIT_SECONDS) == compiled
     assert first.texts and not second.texts
 
@@ -109,7 +91,6 @@ def test_another_text_compiler_or_gpu_is_another_file(
     folder: CubinFolder, text: str, version: str, architecture: str
 ) -> None:
     make(FakeCompiler(), folder).start(source("a")).result(WAIT_SECONDS)
-    finish()
     compiler = FakeCompiler(version)
     make(compiler, folder, architecture).start(source("a", text)).result(WAIT_SECONDS)
     assert compiler.texts
@@ -120,13 +101,11 @@ def test_another_text_compiler_or_gpu_is_another_file(
 )
 def test_damaged_file_is_rewritten(folder: CubinFolder, damage: Any) -> None:
     compiled = make(FakeCompiler(), folder).start(source("a")).result(WAIT_SECONDS)
-    finish()
     (file,) = folder.path.iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     compiler = FakeCompiler()
     assert make(compiler, folder).start(source("a")).result(WAIT_SECONDS) == compiled and compiler.texts
-    finish()
     assert file.read_bytes() == whole and list(folder.path.iterdir()) == [file]
 
 
@@ -135,7 +114,6 @@ def test_files_are_private_to_their_owner(tmp_path: Path) -> None:
     try:
         folder = CubinFolder(tmp_path / "kernels")
         make(FakeCompiler(), folder).start(source("a")).result(WAIT_SECONDS)
-        finish()
     finally:
         os.umask(before)
     (file,) = folder.path.iterdir()
@@ -153,7 +131,6 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, mode: int
 def test_missing_folder_loses_only_the_file(folder: CubinFolder) -> None:
     folder.path.rmdir()
     assert make(FakeCompiler(), folder).start(source("a")).result(WAIT_SECONDS) == b"TEXT OF A FOR sm_90"
-    finish()
     assert not folder.path.exists()
 
 
@@ -162,7 +139,7 @@ def test_a_text_that_does_not_compile_has_no_machine_code(folder: CubinFolder) -
     made = make(compiler, folder)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="does not compile"):
-            made.kernel(source("a", "wrong"), {})
+            made.kernel(source("a", "wrong"))
     assert len(compiler.texts) == 1 and not list(folder.path.iterdir())
 
 
@@ -215,10 +192,10 @@ def test_kernels_are_launched_by_a_name_of_eight_bytes(
     made = cubins()
     assert made is not None and made.loads
     assert made.folder is not None and made.folder.path == folder_path() == tmp_path / "mlx_paged" / "kernels"
-    kernel = made.kernel(source("a"), {})
+    kernel = made.kernel(source("a"))
     assert kernel is not None and fake.loaded["a", _hash(b"TEXT OF A FOR sm_90")] == b"TEXT OF A FOR sm_90"
     options: Any = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)], "output_dtypes": [mx.uint32]}
-    (out,) = kernel(inputs=[mx.array([1], mx.uint32)], **options)
+    (out,) = kernel.prepared(**options)([mx.array([1], mx.uint32)])
     assert out.item() == 8 and len(fake.given[-1]) == 8
 
 
@@ -228,7 +205,7 @@ def test_machine_code_is_given_at_each_launch_where_mlx_hashes_otherwise(
     fake = launches(monkeypatch, hashes=lambda code: code)
     made = cubins()
     assert made is not None and not made.loads
-    kernel = made.kernel(source("a"), {})
+    kernel = made.kernel(source("a"))
     assert kernel is not None and kernel._code == b"TEXT OF A FOR sm_90" and ("a", kernel._code) not in fake.loaded
 
 
@@ -246,11 +223,11 @@ def test_machine_code_is_named_by_itself_without_the_c_library(monkeypatch: pyte
 
 
 def test_files_not_used_for_a_month_are_deleted(folder: CubinFolder) -> None:
-    made = make(FakeCompiler(), folder)
+    made, files = make(FakeCompiler(), folder), list[Path]()
     for name in "abc":
         made.start(source(name)).result(WAIT_SECONDS)
-    finish()
-    old, used, recent = (folder.path / f"{made._key(source(name))}.cubin" for name in "abc")
+        files += set(folder.path.iterdir()) - set(files)
+    old, used, recent = files
     for file, days in ((old, 31), (used, 29), (recent, 0)):
         os.utime(file, (0, time.time() - days * 86_400))
     again = make(FakeCompiler(), CubinFolder(folder.path))

@@ -1,4 +1,4 @@
-"""Kernels that need too much shared memory are not chosen, and launch bounds follow the shared memory."""
+"""Kernels that need too much shared memory are not chosen."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.kernels import availability as device
-from mlx_paged.kernels import ops, prefill
+from mlx_paged.kernels import ops
 from mlx_paged.kernels.availability import HOPPER, CudaLimits, cuda_limits
 from mlx_paged.kernels.decode_spec import spec_of
 from mlx_paged.kernels.launch_shape import LATENT_BODIES, latent_run, run_length, shape_for
@@ -16,16 +16,14 @@ A100 = CudaLimits(108, 166_912, 167_936)
 ADA = CudaLimits(128, 101_376, 102_400)  # sm_86, sm_89 and sm_120 have the same
 CACHED = (
     cuda_limits,
-    prefill.prefill_variants_of,
-    ops.latent_variants_of,
+    ops.variants_of,
     spec_of,
 )
 
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for module in (prefill, ops):
-        monkeypatch.setattr(module, "backend", lambda: "cuda")
+    monkeypatch.setattr(ops, "backend", lambda: "cuda")
     for function in CACHED:
         function.cache_clear()
     yield monkeypatch
@@ -50,24 +48,13 @@ def test_latents_on_smaller_gpus_take_the_portable_kernel(
     on_cuda: pytest.MonkeyPatch, limits: CudaLimits, bodies: tuple[str, ...]
 ) -> None:
     use(on_cuda, limits)
-    found = ops.latent_variants_of(mx.bfloat16, 512, 64, 128, 1, 64)
+    found = ops.variants_of(mx.bfloat16, 512, 64, 128, 1, 64, use="latents")
     assert tuple(variant.body for variant in found) == bodies
-
-
-def test_prefill_bounds_follow_shared_memory(on_cuda: pytest.MonkeyPatch) -> None:
-    groups = []
-    for limits in (HOPPER, ADA):
-        use(on_cuda, limits)
-        (variant,) = prefill.prefill_variants_of(mx.bfloat16, 128, 128, 32, 8, 32, False, False)
-        constants = dict(prefill.prefill_constants_of(variant, prefill.shape_of(variant)))
-        groups.append(constants["GROUPS"])
-        assert limits.groups_together(constants["SHARED"]) >= constants["GROUPS"]
-    assert groups == [2, 1]
 
 
 def test_a_gpu_too_small_has_no_prefill_kernel(on_cuda: pytest.MonkeyPatch) -> None:
     use(on_cuda, CudaLimits(4, 48 * 1024, 64 * 1024))
-    assert prefill.prefill_variants_of(mx.bfloat16, 128, 128, 32, 8, 32, False, False) == ()
+    assert ops.variants_of(mx.bfloat16, 128, 128, 32, 8, 32, use="prefill") == ()
 
 
 def test_runs_follow_multiprocessors(on_cuda: pytest.MonkeyPatch) -> None:
@@ -80,7 +67,7 @@ def test_runs_follow_multiprocessors(on_cuda: pytest.MonkeyPatch) -> None:
     assert latent_run(64, 64, 132) == 32 and latent_run(64, 64, 72) == 64  # 32 x 16k, 128 heads
     assert latent_run(1, 16, 132) == 1 and latent_run(2, 64, 132) == 1 and latent_run(1000, 5, 132) == 8
     use(on_cuda, HOPPER)
-    (tensor, _) = ops.latent_variants_of(mx.bfloat16, 512, 64, 128, 1, 64)
+    (tensor, _) = ops.variants_of(mx.bfloat16, 512, 64, 128, 1, 64, use="latents")
     wide = spec_of(tensor, shape_for(tensor), 32, 128, 1, 64)
     use(on_cuda, HOPPER._replace(multiprocessors=72))
     assert spec_of(tensor, shape_for(tensor), 32, 128, 1, 64).run == 2 * wide.run

@@ -51,7 +51,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
 
     monkeypatch.setattr(module, "device_unsupported_reason", lambda: None)
     monkeypatch.setattr(module, "backend", lambda: "cuda")
-    monkeypatch.setattr(module, "build_kernel", build)
+    monkeypatch.setattr(kernel_build, "build_kernel", build)
     return launches
 
 
@@ -85,14 +85,14 @@ def test_without_a_gpu_mlxs_operations_draw() -> None:
 def test_a_kernel_that_fails_its_check_is_not_used(
     gpu: list[mx.Dtype], monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    right = module.build_kernel
+    right = kernel_build.build_kernel
 
     def wrong(body: str, constants: Any) -> Any:
         if trouble == "does not compile":
             raise RuntimeError("no such function")
         return lambda **call: [mx.maximum(right(body, constants)(**call)[0], 30)]
 
-    monkeypatch.setattr(module, "build_kernel", wrong)
+    monkeypatch.setattr(kernel_build, "build_kernel", wrong)
     sampler = BatchSampler()
     sampler.add([SampledRow(SamplingParams(1.0, top_k=2, seed=1), (), 0)])
     logits = mx.arange(20, dtype=mx.float32)[None]

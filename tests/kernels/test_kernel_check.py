@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels import build, quantized
+from mlx_paged.kernels import build
 from mlx_paged.kernels import check as kernel_check
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
@@ -112,7 +112,7 @@ def test_rows_unlike_mlxs_quantisation_are_found(plant: object, monkeypatch: pyt
 
 
 class Texts:
-    """A fake kernels.build_kernel, which records the texts that are built and returns zeros.
+    """A fake build.build_kernel, which records the texts that are built and returns zeros.
 
     A text is a body, its constants, and which inputs have fewer than 8 elements, which MLX puts into another address
     space on Metal.
@@ -132,7 +132,7 @@ class Texts:
 
 @contextmanager
 def built_by(texts: Texts) -> Iterator[None]:
-    with mock.patch.object(kernels, "build_kernel", texts), mock.patch.object(build, "backend", lambda: "metal"):
+    with mock.patch.object(build, "build_kernel", texts), mock.patch.object(build, "backend", lambda: "metal"):
         yield
 
 
@@ -184,8 +184,6 @@ def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool, pages: Pa
                 pools = k_pool, v_pool, kernels.new_fence()
                 kernels.prepare_gather(k_pool, v_pool, ids, 0, 1, pages, stored=True)(*pools)
                 kernels.prepare_write(k_pool, v_pool, slots, pages, stored=True)(*pools, *moved)
-    moved_by = (
-        {"write_slots", "gather_blocks"} if pages is None else {body for body, _ in quantized.texts_of(pages, 32)}
-    )
-    assert {text[0] for text in real.seen} == {body, "merge_partitions", "copy_blocks", *moved_by}
+    moved_by = {body for body, _ in kernels.pool_texts(mx.bfloat16, 64, 64, 32, pages).values()}
+    assert {text[0] for text in real.seen} == {body, "merge_partitions", *moved_by}
     assert real.seen <= checked.seen

@@ -12,7 +12,7 @@ from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.check import self_check
 from mlx_paged.kernels.launch_shape import shape_for
-from mlx_paged.kernels.ops import latent_variants_of
+from mlx_paged.kernels.ops import variants_of
 from mlx_paged.kernels.quantized import new_blocks
 from mlx_paged.kv.new_tokens import NewTokens
 from scripts.support.paged_decode import decode_variants, gather_blocks, paged_decode, write_slots
@@ -39,7 +39,7 @@ def test_without_a_gpu_nothing_is_built():
         )  # fmt: skip
     with pytest.raises(kernels.NoKernelError):
         kernels.copy_blocks(k, v, kernels.new_fence(), [1], [2])
-    assert kernels.build_kernel.cache_info().currsize == 0
+    assert kernel_build.build_kernel.cache_info().currsize == 0
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_starts_are_shared_with_other_threads(monkeypatch):
     table.length = 1
     table.block_ids[0].append(1)
     own = NewTokens([table], (1,))
-    own.begin(0, 1)
+    own.begin(0)
     maker = threading.Thread(target=lambda: made.append(own.visible(None)[2]))
     maker.start()
     maker.join()
-    own.begin(1, 1)
+    own.begin(1)
     assert own.visible(None)[2] is made[0] and made[0].tolist() == [[0]]
 
 
@@ -298,7 +298,7 @@ def test_a_large_pool_is_never_copied():
 @pytest.mark.parametrize("block", [8, 32, 128])
 @pytest.mark.parametrize(("dtype", "rank", "heads"), [(mx.bfloat16, 512, 128), (mx.float16, 256, 20)])
 def test_self_check_of_latents_passes(dtype, rank, heads, block):
-    for variant in latent_variants_of(dtype, rank, 64, heads, 1, block):
+    for variant in variants_of(dtype, rank, 64, heads, 1, block, use="latents"):
         result = self_check(variant)
         assert result.ok, result
 
@@ -346,7 +346,7 @@ def test_layers_read_their_own_pools_if_their_results_share_memory():
         kernels.prepare_decode(
             *pools[0], (tables, ends, starts), n_q_heads=heads, scale=0.05, latent=True, variant=variant
         )
-        for variant in latent_variants_of(mx.bfloat16, rank, rope, heads, 1, block)
+        for variant in variants_of(mx.bfloat16, rank, rope, heads, 1, block, use="latents")
     )
     expected = [portable(q, *pool, kernels.new_fence())[0].astype(mx.float32) for pool in pools]
     mx.eval(expected)

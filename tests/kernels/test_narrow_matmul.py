@@ -23,8 +23,6 @@ from mlx_paged.cuda.narrow_matmul import (
     TILES,
     PackedWeight,
     covers,
-    covers_gated,
-    gated_product,
     products,
     self_check,
 )
@@ -50,7 +48,11 @@ def test_which_products_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     x, (w,) = arrays(32, 5, 64)
     bias = mx.zeros((5,), mx.bfloat16)
     assert covers(x, [w], bias) and covers(x, [w, w]) and covers(x, [w, w[:3], w])
-    assert covers_gated(x, w, w) and not covers_gated(x, w, w[:4]) and not covers_gated(x, w, w.astype(mx.float16))
+    assert (
+        covers(x, [w, w], gated=True)
+        and not covers(x, [w, w[:4]], gated=True)
+        and not covers(x, [w, w.astype(mx.float16)], gated=True)
+    )
     bodies, dtypes, tiles, bits = zip(*asked, strict=True)
     assert bodies == (PLAIN, PLAIN, PLAIN, BIASED, GROUPED, GROUPED, GATED) and set(bits) == {0}
     assert tiles == (SMALL, SMALL, *[LARGE] * 5) and dtypes[2] == mx.float16
@@ -77,10 +79,10 @@ def test_which_quantised_matrices_are_covered(monkeypatch: pytest.MonkeyPatch) -
     four, eight, wide = packed(5, 64), packed(5, 64, 8), packed(5, 64, group_size=64)
     bias = mx.zeros((5,), mx.bfloat16)
     assert covers(x, [four]) and covers(x, [eight], bias) and covers(x, [four, packed(9, 64), four])
-    assert covers_gated(x, eight, eight)
+    assert covers(x, [eight, eight], gated=True)
     assert [(body, bits) for body, *_, bits in asked] == [(PLAIN, 4), (BIASED, 8), (GROUPED, 4), (GATED, 8)]
     asked.clear()
-    assert not covers(x, [four, eight]) and not covers(x, [four, wide]) and not covers_gated(x, four, eight)
+    assert not covers(x, [four, eight]) and not covers(x, [four, wide]) and not covers(x, [four, eight], gated=True)
     assert not covers(x, [four, mx.zeros((5, 64), mx.bfloat16)]) and not covers(x.astype(mx.float16), [four])
     assert not covers(x[..., :32], [four]) and not covers(x[:0], [four]) and not asked
     many = mx.zeros((narrow_matmul.MAX_PACKED_ROWS, 1, 64), mx.bfloat16)
@@ -116,7 +118,7 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
 
         return launch
 
-    monkeypatch.setattr(narrow_matmul, "build_kernel", wrong)
+    monkeypatch.setattr(kernel_build, "build_kernel", wrong)
     with pytest.warns(UserWarning, match="RMS .* is not below"):
         assert not covers(*arrays(2, 5, 64))
     assert not covers(*arrays(3, 5, 64)) and len(built) == 1  # checked once
@@ -129,7 +131,7 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
     def broken(body: str, constants: object) -> object:
         raise RuntimeError("does not compile")
 
-    monkeypatch.setattr(narrow_matmul, "build_kernel", broken)
+    monkeypatch.setattr(kernel_build, "build_kernel", broken)
     result = self_check(BIASED, mx.float16, LARGE)
     assert not result.ok and "does not compile" in result.reason and np.isnan(result.rms)
 
@@ -165,9 +167,9 @@ def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
             (again,) = narrow_matmul.launch(PLAIN, x, [w], None, LARGE, [got.shape])
             assert mx.array_equal(got, again).item()
     up = (mx.random.normal((33, 3000)) * 0.02).astype(dtype)
-    gated = gated_product(x, w, up)
+    (gated,) = products(x, [w, up], gated=True)
     assert mx.allclose(gated, nn.silu(got) * products(x, [up])[0], rtol=2e-2, atol=2e-2).item()
-    assert mx.array_equal(gated_product(x[5:7], w, up), gated[5:7]).item()
+    assert mx.array_equal(products(x[5:7], [w, up], gated=True)[0], gated[5:7]).item()
     (whole,), (alone,), (some,) = (products(rows, [w]) for rows in (x, x[5:7], x[:12]))
     assert mx.array_equal(alone, whole[5:7]).item() and mx.array_equal(some, whole[:12]).item()
 

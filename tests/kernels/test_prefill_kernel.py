@@ -9,14 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import prefill
 from mlx_paged.kernels.availability import backend
 from mlx_paged.kernels.check import checked, self_check
-from mlx_paged.kernels.launch_shape import BLOCK_SIZES, Variant
-from mlx_paged.kernels.prefill import (
-    PrefillShape,
-    prefill_variants_of,
-)
+from mlx_paged.kernels.launch_shape import BLOCK_SIZES, PREFILL_BODIES, Variant, shape_for
+from mlx_paged.kernels.ops import variants_of
 from tests.support.cases import slow
 from tests.support.msl.prefill_harness import Pack, emulated_self_check
 
@@ -62,9 +60,8 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_pack(head_dim):
 
 @on_cuda
 def test_launch_with_more_than_48_kb_of_shared_memory():
-    launch_shape = PrefillShape(4, 2, 64, 1, True, 1)
-    assert launch_shape.shared_bytes(128, 128) > 48 << 10
-    assert error(pack_of(head_dim=128), launch_shape=launch_shape) < 2e-3
+    assert shape_for(VARIANT._replace(head_dim=128, value_dim=128)).shared > 48 << 10
+    assert error(pack_of(head_dim=128)) < 2e-3
 
 
 @on_cuda
@@ -73,13 +70,13 @@ def test_launch_with_more_than_48_kb_of_shared_memory():
     ("head_dim", "gqa", "extras"), [(64, 4, False), (128, 8, True), (256, 2, True), (96, 1, False)]
 )
 def test_self_check_passes(head_dim, gqa, extras, block):
-    (variant,) = prefill_variants_of(mx.bfloat16, head_dim, head_dim, 2 * gqa, 2, block, extras, extras)
-    assert variant.body == prefill.BODY
+    (variant,) = variants_of(mx.bfloat16, head_dim, head_dim, 2 * gqa, 2, block, extras, extras, use="prefill")
+    assert variant.body == PREFILL_BODIES[0]
     result = self_check(variant)
     assert result.ok, result
 
 
-VARIANT = Variant(prefill.BODY, "cuda", mx.bfloat16, 64, 64, 8, 32)
+VARIANT = Variant(PREFILL_BODIES[0], "cuda", mx.bfloat16, 64, 64, 8, 32)
 
 
 @pytest.fixture
@@ -116,7 +113,7 @@ def test_a_failure_switches_the_variant_off_once(emulated: Callable[..., None]) 
         warnings.simplefilter("error")
         assert not checked(VARIANT).ok
     pools = [mx.zeros((3, 1, 32, 64), mx.bfloat16)] * 2
-    with pytest.raises(prefill.NoKernelError, match=r"is not below|not finite"):
+    with pytest.raises(kernel_build.NoKernelError, match=r"is not below|not finite"):
         prefill.prepare_prefill(*pools, mx.array([[1]], mx.int32), [3], [3], n_q_heads=8, scale=1.0)
 
 
@@ -124,6 +121,6 @@ def test_a_text_that_does_not_compile_fails_the_check(emulated: Callable[..., No
     def broken(body: str, constants: object) -> object:
         raise RuntimeError("does not compile")
 
-    with mock.patch.object(prefill, "build_kernel", broken):
+    with mock.patch.object(kernel_build, "build_kernel", broken):
         result = self_check(VARIANT)
     assert not result.ok and "does not compile" in result.reason

@@ -25,7 +25,7 @@ def table_of(ids: list[int], length: int, start: int = 0) -> BlockTable:
 
 def write(blocks: HostBlocks, tables: list[BlockTable], counts: tuple[int, ...], k: mx.array, v: mx.array) -> None:
     new = NewTokens(tables, counts)
-    new.begin(0, blocks.num_blocks)
+    new.begin(0)
     blocks.write(new, k, v)
 
 

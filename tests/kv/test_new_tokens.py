@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels import shared_runs
-from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
+from mlx_paged.kernels.launch_shape import SHARED_BODIES, Variant, shape_for
 from mlx_paged.kernels.shared_runs import HEADER, SharedCut
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.geometry import Window
@@ -28,7 +28,7 @@ def tables_of(pool: BlockPool, lengths: tuple[int, ...] = LENGTHS) -> list[Block
 
 def new(tables: list[BlockTable], counts: int | tuple[int, ...]) -> NewTokens:
     tokens = NewTokens(tables, (counts,) * len(tables) if isinstance(counts, int) else counts)
-    tokens.begin(0, 100)
+    tokens.begin(0)
     return tokens
 
 
@@ -92,16 +92,6 @@ def test_every_token_has_the_slot_of_its_position() -> None:
     assert step.single(2).slots().tolist() == expected[7:16]
 
 
-def test_slots_are_int64_when_int32_overflows() -> None:
-    table = BlockTable(1, 4)
-    table.block_ids[0].append(1 << 29)
-    table.length = 2
-    step = NewTokens([table], (2,))
-    step.begin(0, (1 << 29) + 1)
-    assert step.slots().dtype == mx.int64
-    assert step.slots().tolist() == [1 << 31, (1 << 31) + 1]
-
-
 def test_rows_are_split_by_table_and_joined_again() -> None:
     _, step = pack()
     x = kv(1, 1, batch=sum(COUNTS))[0]
@@ -118,11 +108,11 @@ def test_unchanged_arrays_are_not_sent_to_the_device_again(shape: tuple[int, int
     own = new(tables, 1)
     ids, ends, starts = own.visible(None, None, shape)
     pool.append_tokens(tables[0], 1)  # in its block
-    own.begin(1, 100)
+    own.begin(1)
     ids1, ends1, starts1 = own.visible(None, None, shape)
     assert ids1 is ids and starts1 is starts and ends1[0].item() == ends[0].item() + 1
     pool.append_tokens(tables[0], 1)  # in the next one
-    own.begin(2, 100)
+    own.begin(2)
     ids2, _, starts2 = own.visible(None, None, shape)
     assert ids2 is not ids and starts2 is starts
     assert ids2[0, :2].tolist() == tables[0].block_ids[0]
@@ -150,7 +140,7 @@ def test_tail_slots_are_the_slots_of_the_last_positions() -> None:
     assert np.array_equal(tail_slots(table, 0, 5), expected)
 
 
-VARIANT = Variant(SHARED_BODY, "cuda", mx.bfloat16, 64, 64, 4, 4)
+VARIANT = Variant(SHARED_BODIES[0], "cuda", mx.bfloat16, 64, 64, 4, 4)
 CUT = SharedCut(VARIANT, shape_for(VARIANT)._replace(partition=64), at_once=1)
 
 
@@ -162,7 +152,7 @@ def few_tokens_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def together(own: NewTokens, shape: tuple[int, int] | None = None) -> list[list[int]] | None:
     """Return the indices of the rows that share a partition, for each thread group that reads one for several rows."""
-    own.begin(own.epoch + 1, 100)
+    own.begin(own.epoch + 1)
     items = own.items(CUT, None, shape)
     return None if items is None else [row[HEADER : HEADER + row[1]] for row in items.tolist() if row[1] > 1]
 
@@ -178,7 +168,7 @@ def test_forks_are_read_together_until_their_blocks_differ() -> None:
     found = together(own)
     assert found and all(sorted(rows) == [0, 2] for rows in found)
     sent = own.items(CUT)
-    own.begin(9, 100)
+    own.begin(9)
     assert own.items(CUT) is sent  # sent once
     padded = together(own, (5, 64))
     assert padded and all(sorted(rows) == [0, 2] for rows in padded)

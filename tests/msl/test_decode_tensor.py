@@ -70,11 +70,11 @@ def test_tokens_of_very_different_sizes():
     pair[1][:] *= sizes
     case.rows = [case._kept(*pair)]
     case._fill()
-    out, _ = launch(case, "tensor", orders=(0,), shape={"unroll": 1})
+    out, _ = launch(case, "tensor", orders=(0,), shape={"U": 1})
     expected = case.reference()
     np.testing.assert_allclose(out, expected, atol=1e-2 * np.abs(expected).max())
     edit = ("if (exponent > range) {", "if (exponent > range && range == 15) {")
-    stuck, _ = launch(case, "tensor", edits=[edit], orders=(0,), shape={"unroll": 1})
+    stuck, _ = launch(case, "tensor", edits=[edit], orders=(0,), shape={"U": 1})
     assert not np.allclose(stuck, expected, atol=1e-2 * np.abs(expected).max())
 
 

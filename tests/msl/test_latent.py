@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.kernels.launch_shape import LATENT_BODIES, Variant, shape_for
-from mlx_paged.kernels.ops import latent_variants_of, unsupported_latent
+from mlx_paged.kernels.ops import variants_of
 from tests.support.cases import crossed, quick
 from tests.support.kernels.latent_cases import LatentCase
 from tests.support.msl.emulator import EmuError
@@ -117,29 +117,30 @@ def test_bits_of_the_portable_body_do_not_depend_on_batchmates():
 
 
 def test_unsupported_latents_are_refused_with_a_reason():
-    assert "heads" in unsupported_latent(mx.bfloat16, 512, 64, 300, 32)
-    assert "head_dim" in unsupported_latent(mx.bfloat16, 500, 64, 16, 32)
+    for dim, heads, why in ((512, 300, "heads"), (500, 16, "head_dim")):
+        with pytest.raises(ValueError, match=why):
+            variants_of(mx.bfloat16, dim, 64, heads, 1, 32, use="latents")
     with emulated("cuda"), pytest.raises(ValueError, match="one KV head"):
-        latent_variants_of(mx.bfloat16, 512, 64, 16, 2, 32)
+        variants_of(mx.bfloat16, 512, 64, 16, 2, 32, use="latents")
     with emulated("cuda"):
-        bodies = [v.body for v in latent_variants_of(mx.bfloat16, 512, 64, 16, 1, 32)]
+        bodies = [v.body for v in variants_of(mx.bfloat16, 512, 64, 16, 1, 32, use="latents")]
         assert bodies == [TENSOR, PORTABLE]
         for dtype, rank, rope in ((mx.float32, 512, 64), (mx.float16, 128, 64), (mx.float16, 512, 128)):
-            assert [v.body for v in latent_variants_of(dtype, rank, rope, 16, 1, 32)] == [PORTABLE]
+            assert [v.body for v in variants_of(dtype, rank, rope, 16, 1, 32, use="latents")] == [PORTABLE]
     with emulated("metal"):
-        assert [v.body for v in latent_variants_of(mx.bfloat16, 512, 64, 16, 1, 32)] == [PORTABLE]
+        assert [v.body for v in variants_of(mx.bfloat16, 512, 64, 16, 1, 32, use="latents")] == [PORTABLE]
 
 
 def test_memory_of_a_thread_group_is_bounded():
     for dtype in TOLERANCE:
         for heads in range(1, 257):
             with emulated("metal"):
-                (variant,) = latent_variants_of(dtype, 512, 64, heads, 1, 32)
+                (variant,) = variants_of(dtype, 512, 64, heads, 1, 32, use="latents")
             shape = shape_for(variant)
-            assert heads % variant.gqa == 0 and shape.simdgroups % shape.head_split == 0
+            assert heads % variant.gqa == 0 and shape.simdgroups % dict(shape.constants)["HS"] == 0
             assert threadgroup_bytes(shape, variant.gqa, 512) <= MAX_THREADGROUP_BYTES
     tensor = Variant(TENSOR, "cuda", mx.bfloat16, 576, 512, 64, 32)
-    assert shape_for(tensor).latent_bytes(576) <= MOST_SHARED
+    assert shape_for(tensor).shared <= MOST_SHARED
 
 
 PORTABLE_DEFECTS = {  # old, new

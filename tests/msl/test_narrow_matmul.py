@@ -10,6 +10,7 @@ import pytest
 
 from mlx_paged.cuda import narrow_matmul
 from mlx_paged.cuda.narrow_matmul import BIASED, DTYPES, GATED, GROUPED, PLAIN, TILES, PackedWeight
+from mlx_paged.kernels import build as kernel_build
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.scratch import launch_alone
 from tests.support.msl import registers
@@ -32,7 +33,7 @@ def emulated(monkeypatch):
         # With two matrices, the third output is not written.
         return partial(kernel, sparse=outputs[2:], checked=True, orders=(0, 2), tg_limit=SHARED_MEMORY)
 
-    monkeypatch.setattr(narrow_matmul, "build_kernel", build)
+    monkeypatch.setattr(kernel_build, "build_kernel", build)
     yield lambda *edit: edits.append(edit)
     assert planted == set(edits)
 
@@ -227,19 +228,19 @@ def test_planted_mutations_are_found(emulated, name):
 def test_a_product_of_few_values_reads_nothing_out_of_bounds(emulated, body):
     for bits in (4, 8):
         key = narrow_matmul.kernel_key(body, mx.bfloat16, TILES[0], bits)
-        outs = launch_alone(*key, lambda *kernel: partial(narrow_matmul.build_kernel(*kernel), sparse=()))
+        outs = launch_alone(*key, lambda *kernel: partial(kernel_build.build_kernel(*kernel), sparse=()))
         assert all(not to_float(out).any() for out in outs)
 
 
 @pytest.mark.parametrize("body", [PLAIN, *(pytest.param(b, marks=SLOW) for b in narrow_matmul.BODIES if b != PLAIN)])
 def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch):
-    build = narrow_matmul.build_kernel
+    build = kernel_build.build_kernel
 
     def arrays_of(body, constants):
         kernel = build(body, constants)
         return lambda **call: [mx.array(to_float(out)).astype(mx.bfloat16) for out in kernel(**call, orders=(0,))]
 
-    monkeypatch.setattr(narrow_matmul, "build_kernel", arrays_of)
+    monkeypatch.setattr(kernel_build, "build_kernel", arrays_of)
     result = narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4)
     assert result.ok, result.reason
     emulated("depth == groups * 64 ? 6 : 7", "7")
@@ -251,7 +252,5 @@ def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch)
 def test_the_largest_tile_does_not_spill(bits):
     bodies = (GATED, GROUPED)
     texts = [narrow_matmul.kernel_key(body, mx.bfloat16, narrow_matmul.LARGE, bits) for body in bodies]
-    for body, found in zip(
-        bodies, registers.registers_of_each(tuple((key.body, key.constants) for key in texts)), strict=True
-    ):
+    for body, found in zip(bodies, registers.registers_of_each(tuple(texts)), strict=True):
         assert (found.stored, found.loaded) == (0, 0) and found.used <= 128, (body, found)

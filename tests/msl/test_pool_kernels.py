@@ -77,7 +77,7 @@ def check_write(dims, dtype, pages=None, length=5, batch=2, layout="BHLD"):
     k_pool, v_pool = pools(forms, dims, dtype)
     k, v = (values((batch, HEADS, length, dim), dtype, 7 + i) for i, dim in enumerate(dims))
     slots = np.random.default_rng(1).permutation(BLOCKS * BLOCK)[: batch * length]
-    slots = slots.astype(np.int32 if layout == "BHLD" else np.int64)
+    slots = slots.astype(np.int32)
     if len(slots) > 1:
         slots[1] = -1
     with emulated() as fake:
@@ -123,7 +123,7 @@ def test_write_slots_follows_strides():
     base = np.random.default_rng(0).standard_normal((1, 3, 2, 64)).astype(np.float32)
     k = base.swapaxes(1, 2)  # [1, heads, length, dim] over [1, length, heads, dim]
     body = BODIES["write_slots"]
-    constants = (("T", mx.float32), ("D", 64), ("DV", 64), ("BS", 8), ("S", mx.int32))
+    constants = (("T", mx.float32), ("D", 64), ("DV", 64), ("BS", 8))
     header, source = kernel_build.kernel_source("write_slots", "metal", constants)
     kernel = emulator.metal_kernel(
         "write_slots", list(body.inputs), list(body.outputs), source, header, ensure_row_contiguous=False

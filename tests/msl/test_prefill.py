@@ -7,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kernels import ops, prefill
-from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_GQA, MAX_TENSOR_HEAD_DIM, Variant
-from mlx_paged.kernels.prefill import BODY, PrefillShape, shape_of
+from mlx_paged.kernels import launch_shape, ops, prefill
+from mlx_paged.kernels.build import NoKernelError
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, MAX_GQA, MAX_TENSOR_HEAD_DIM, PREFILL_BODIES, Variant, shape_for
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import emulator
@@ -20,8 +20,8 @@ from tests.support.msl.prefill_harness import Pack, emulated
 TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 2e-2}
 DIMS = [dim for dim in HEAD_DIMS if dim <= MAX_TENSOR_HEAD_DIM]
 RAGGED = [5, 40, 1, 130], [0, 30, 64, 3]
-# Every launch shape that the texts support; the second one has one buffer over quantised pages.
-CUTS = [PrefillShape(4, 1, 32, 1, False, 2), PrefillShape(2, 2, 32, 2, True, 1), PrefillShape(1, 2, 64, 1, True, 1)]
+# RT, KEYS, BUFFERS and QS of launch shapes that the texts support; quantised pages have one buffer.
+CUTS = [(1, 32, 1, False), (2, 32, 2, True), (2, 64, 1, True)]
 
 CLASSES = {
     "bf16": {},
@@ -82,9 +82,12 @@ def test_matches_reference(name):
     ),
     ids=str,
 )
-def test_every_launch_shape_matches_reference(name, cut):
-    cut = cut._replace(buffers=1) if "bits" in CLASSES[name] and cut.simdgroups == 2 else cut
-    check(pack_of([5, 40, 1], [0, 30, 64], **CLASSES[name]), launch_shape=cut)
+def test_every_launch_shape_matches_reference(name, cut, monkeypatch):
+    row_tiles, keys, buffers, query_shared = cut
+    own = row_tiles, keys, 1 if "bits" in CLASSES[name] else buffers, query_shared
+    monkeypatch.setattr(launch_shape, "_PROMPTS", {MAX_TENSOR_HEAD_DIM: (own, own)})
+    monkeypatch.setattr(prefill, "shape_for", shape_for.__wrapped__)
+    check(pack_of([5, 40, 1], [0, 30, 64], **CLASSES[name]))
 
 
 @pytest.mark.parametrize(
@@ -143,15 +146,15 @@ def test_prefill_needs_cuda_and_a_variant_that_is_on(monkeypatch):
     pack = pack_of([5], [0])
     with emulated():
         dim, n_kv, block = pack.k_pool.shape[3], *pack.k_pool.shape[1:3]
-        (variant,) = prefill.prefill_variants_of(pack.k_pool.dtype, dim, dim, pack.n_q, n_kv, block, False, False)
+        (variant,) = ops.variants_of(pack.k_pool.dtype, dim, dim, pack.n_q, n_kv, block, use="prefill")
         with monkeypatch.context() as here:  # undone before the emulator is
-            here.setattr(prefill, "backend", lambda: None)
-            prefill.prefill_variants_of.cache_clear()
-            with pytest.raises(prefill.NoKernelError, match="no prefill kernel"):
+            here.setattr(ops, "backend", lambda: None)
+            ops.variants_of.cache_clear()
+            with pytest.raises(NoKernelError, match="no kernel"):
                 pack.prepare()
-        prefill.prefill_variants_of.cache_clear()
+        ops.variants_of.cache_clear()
         monkeypatch.setattr(ops, "switched_off", {variant: "it was wrong"})
-        with pytest.raises(prefill.NoKernelError, match="it was wrong"):
+        with pytest.raises(NoKernelError, match="it was wrong"):
             pack.prepare()
 
 
@@ -160,9 +163,11 @@ def test_shared_memory_holds_thread_groups():
         if bits and (head_dim % 64 or value_dim % 64):
             continue
         pages = bits and page_shape(head_dim, (bits, bits), 64, mx.bfloat16, value_dim)
-        cut = shape_of(Variant(BODY, "cuda", mx.bfloat16, head_dim, value_dim, 4, 32, pages=pages))
-        staged = -(-cut.keys * max(head_dim, value_dim) * bits // 128 // (32 * cut.simdgroups)) if bits else 0
-        size = cut.shared_bytes(head_dim, value_dim) + staged * 32 * cut.simdgroups * 24
+        body = PREFILL_BODIES[bool(bits)]
+        cut = shape_for(Variant(body, "cuda", mx.bfloat16, head_dim, value_dim, 4, 32, pages=pages or None))
+        keys, threads = dict(cut.constants)["KEYS"], 32 * cut.simdgroups
+        staged = -(-keys * max(head_dim, value_dim) * bits // 128 // threads) if bits else 0
+        size = cut.shared + staged * threads * 24
         assert size <= 99 << 10, "one group must fit where there is least (a 4090)"
         assert (size + 1024) * cut.groups <= (227 if bits else 164) << 10, "all must fit into a core of an H100 or A100"
         assert bits or cut.rows >= MAX_GQA

@@ -6,19 +6,19 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.kernels.availability import cores_listed
-from mlx_paged.kernels.decode_spec import decode_constants_of
 from mlx_paged.kernels.launch_shape import (
     HEAD_DIMS,
     MAX_TENSOR_HEAD_DIM,
     MOST_GROUPS,
+    PREFILL_BODIES,
     LaunchShape,
     Variant,
+    constants_of,
     count_partitions,
     groups_of,
     shape_for,
 )
 from mlx_paged.kernels.ops import variants_of
-from mlx_paged.kernels.prefill import BODY, QUANTIZED_BODY, prefill_constants_of, shape_of
 from tests.support.cases import quick
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import registers
@@ -30,7 +30,7 @@ POPULAR = [(64, 4), (128, 3), (128, 4), (64, 7), (128, 7), (128, 8), (64, 8), (1
 DTYPES = (mx.bfloat16, mx.float32)
 
 
-PREFILL = (BODY, QUANTIZED_BODY)
+BODY, QUANTIZED_BODY = PREFILL = PREFILL_BODIES
 
 
 def registers_of(
@@ -42,14 +42,12 @@ def registers_of(
     pages = bits and page_shape(head_dim, bits, 32 if backend == "metal" else 64, dtype)
     variant = Variant(body, backend, dtype, head_dim, head_dim, gqa, 32, pages=pages)
     if backend == "metal":
-        constants = decode_constants_of(variant, shape_for(variant)._replace(**options))
+        shape = shape_for(variant)
+        shape = shape._replace(constants=tuple({**dict(shape.constants), **options}.items()))
+        constants = constants_of(variant, shape)
         return registers.registers_of(body, (*constants, ("SINGLE", single), ("O", dtype if single else mx.float32)))
     variant = variant._replace(**options)
-    if body in PREFILL:
-        constants = prefill_constants_of(variant, shape_of(variant))
-    else:
-        constants = (*decode_constants_of(variant, shape_for(variant)), ("GROUPS", shape_for(variant).groups))
-    return registers.registers_of(body, constants, None, "sm_90")
+    return registers.registers_of(body, constants_of(variant, shape_for(variant)), None, "sm_90")
 
 
 def spill_limit(body: str, head_dim: int) -> int:
@@ -101,7 +99,7 @@ def test_latents_do_not_spill(body: str, gqa: int, dtype: mx.Dtype, single: bool
     is_tensor = body == "latent_decode_tensor"
     variant = Variant(body, "cuda" if is_tensor else "metal", dtype, 576, 512, gqa, 32)
     out = dtype if single else mx.float32
-    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
+    constants = (*constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
     limits = (None, "sm_90a") if is_tensor else ()
     found = registers.registers_of(body, constants, *limits)
     assert (found.stored, found.loaded) == (0, 0), found
@@ -125,7 +123,7 @@ def test_no_plan_spills(head_dim: int, gqa: int, bits: tuple[int, int] | None, d
 @needs_compiler
 @pytest.mark.slow
 def test_layout_that_is_too_large_spills() -> None:
-    assert registers_of("paged_decode", 128, 8, lanes=8, unroll=4).stored > 100
+    assert registers_of("paged_decode", 128, 8, LPT=8, U=4).stored > 100
 
 
 @pytest.mark.slow

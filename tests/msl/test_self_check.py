@@ -10,6 +10,7 @@ from unittest import mock
 import mlx.core as mx
 import pytest
 
+from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import BODIES
 from mlx_paged.kernels.check import CheckResult, self_check
@@ -164,7 +165,7 @@ def texts_of_check(variant: Variant, broken: Seen | None = None) -> tuple[CheckR
 
             return launch
 
-        with mock.patch.object(kernels, "build_kernel", build):
+        with mock.patch.object(kernel_build, "build_kernel", build):
             return self_check(variant), list(dict.fromkeys(seen))
 
 

@@ -8,10 +8,10 @@ import pytest
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels.bodies import kernel_text
 from mlx_paged.kernels.launch_shape import SHARED_BODIES, shape_for
-from mlx_paged.kernels.quantized import PageShape
 from mlx_paged.kernels.shared_runs import Partitions, shared_items, shared_rows
 from scripts.support.paged_decode import decode_variants
 from tests.support.cases import quick
+from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl.emulator import EmuError
 from tests.support.msl.harness import Case, emulated
 
@@ -76,15 +76,15 @@ CLASSES = {
     "gqa 16": ([300, 310, 300], [(1, 0, 256), (2, 0, 256)], {"heads": (16, 1), "head_dim": 128}),
     "8-bit pages": (
         [550, 560, 583, 570, 300], [(i, 0, 512) for i in (1, 2, 3)] + [(4, 0, 256)],
-        {"heads": (8, 2), "pages": PageShape.of(64, (8, 8), 64, mx.float16)},
+        {"heads": (8, 2), "pages": page_shape(64, (8, 8), 64, mx.float16)},
     ),
     "4-bit pages": (
         [300, 310, 290, 333, 700, 40], [(1, 0, 256), (2, 0, 256), (3, 0, 240)],
-        {"head_dim": 128, "heads": (8, 2), "pages": PageShape.of(128, (4, 4), 64, mx.bfloat16), "dtype": mx.bfloat16},
+        {"head_dim": 128, "heads": (8, 2), "pages": page_shape(128, (4, 4), 64, mx.bfloat16), "dtype": mx.bfloat16},
     ),
     "pages of wide heads": (
         [300, 310, 300, 300], [(i, 0, 256) for i in (1, 2, 3)],
-        {"head_dim": 256, "heads": (4, 2), "pages": PageShape.of(256, (8, 4), 64, mx.float16), "sinks": True, "softcap": 5.0},
+        {"head_dim": 256, "heads": (4, 2), "pages": page_shape(256, (8, 4), 64, mx.float16), "sinks": True, "softcap": 5.0},
     ),
     "windows": (
         [750, 770, 745, 750, 730, 90], [(i, 0, 704) for i in (1, 2, 3)] + [(4, 0, 512)],

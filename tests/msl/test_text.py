@@ -8,11 +8,10 @@ import sys
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kernels import bodies, draw_rows, quantized
+from mlx_paged.kernels import bodies, draw_rows, ops
 from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels.bodies import BODIES
-from mlx_paged.kernels.decode_spec import decode_constants_of
-from mlx_paged.kernels.launch_shape import HEAD_DIMS, MATRIX_BODIES, Variant, shape_for
+from mlx_paged.kernels.launch_shape import HEAD_DIMS, MATRIX_BODIES, Variant, constants_of, shape_for
 from tests.support.cases import crossed, quick
 from tests.support.kernels.quantized_pages import page_shape
 from tests.support.msl import msl_source
@@ -47,7 +46,7 @@ def decode_problems(body, dtype, rows=9, edit=None, *, head_dim=128, gqa=4, bits
     extras = options.get("extras", body in EXTRAS)
     variant = Variant(body, "metal", dtype, *dims, gqa, options.get("block", 32), extras, extras, pages)
     out, kind = dtype if single else mx.float32, name_of(dtype)
-    constants = (*decode_constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
+    constants = (*constants_of(variant, shape_for(variant)), ("SINGLE", single), ("O", out))
     small = [(2, rows * 4, "int32"), (2, rows, "int32"), (2, rows, "int32"), (1, 3, "float32"), (1, 2, "float32")]
     pools = pool("uint32" if pages else kind)
     inputs = [(4, 9999, kind), *pools, (4, 999, kind), (4, 999, kind), *small]
@@ -93,26 +92,25 @@ def test_pointers_that_are_read_back_come_from_one_buffer(body):
 
 def move_problems(body, dtype, rows, edit=None):
     own, d = body.startswith("quantized"), name_of(dtype)
-    constants = quantized.page_constants if own else quantized.row_constants
     kind = d if own else "uint32"
     if body.endswith("gather") or body.startswith("gather"):
         inputs, outs = [*pool("uint32"), (1, rows, "int32"), (1, 2, "int32")], [kind, kind, "uint32"]
     else:
-        inputs, outs = [*pool("uint32"), (4, 128 * rows, kind), (4, 128 * rows, kind), (1, rows, "int64")], ["uint32"]
-    known = (*constants(page_shape(128, (8, 4), 64, dtype), 16), ("S", mx.int64))
-    return problems(body, known, inputs, outs, edit)
+        inputs, outs = [*pool("uint32"), (4, 128 * rows, kind), (4, 128 * rows, kind), (1, rows, "int32")], ["uint32"]
+    texts = dict(ops.pool_texts(dtype, 128, 128, 16, page_shape(128, (8, 4), 64, dtype)).values())
+    return problems(body, texts[body], inputs, outs, edit)
 
 
 OTHERS = {
     "merge_partitions": lambda d, n: [(3, 9999, "float32"), (3, 99 * n, "float32"), (2, n, "int32"), (2, n, "int32"), (1, 2, "float32")],
-    "write_slots": lambda d, n: [*pool(d), (4, 128 * n, d), (4, 128 * n, d), (1, n, "int64")],
+    "write_slots": lambda d, n: [*pool(d), (4, 128 * n, d), (4, 128 * n, d), (1, n, "int32")],
     "gather_blocks": lambda d, n: [*pool(d), (1, n, "int32"), (1, 2, "int32")],
     "copy_blocks": lambda d, n: [*pool(d), (2, 2 * n, "int32")],
 }  # fmt: skip
 
 
 def other_problems(body, dtype, rows, edit=None):
-    constants = [("T", dtype), ("D", 64), ("DV", 80), ("BS", 16), ("S", mx.int64)]
+    constants = [("T", dtype), ("D", 64), ("DV", 80), ("BS", 16)]
     if body == "merge_partitions":
         constants = [("T", dtype), ("DV", 80), ("SG", 4), ("SINKS", True)]
         constants += [("PART", 128), ("SPAN", 16), ("FIRST", 256)]
@@ -123,7 +121,7 @@ def other_problems(body, dtype, rows, edit=None):
 
 def draw_problems(body, dtype, rows, edit=None):
     inputs = [(2, rows * 999, name_of(dtype)), (2, rows * 8, "float32"), (2, rows * 8, "uint32"), (1, rows, "uint32")]
-    return problems(body, draw_rows.kernel_key(dtype, "metal").constants, inputs, ["uint32"], edit)
+    return problems(body, draw_rows.kernel_key(dtype, "metal")[1], inputs, ["uint32"], edit)
 
 
 FIND = {

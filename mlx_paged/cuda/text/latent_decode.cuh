@@ -58,7 +58,7 @@ constexpr int DP = D - DV;             // values of the rotary part, after the l
 constexpr float NOTHING = -1.0e30f;
 constexpr float LOG2E = 1.44269504088896341f;
 
-SHARED_TILES(T, shared, TILES * M * 64 + 2 * STAGE + 2 * M * 4 + 11 * 4);
+SHARED_ARRAY(T, shared, TILES * M * 64 + 2 * STAGE + 2 * M * 4 + 11 * 4);
 T* const queries = shared;
 T* const stages = queries + TILES * M * 64;
 float* const tops = reinterpret_cast<float*>(stages + 2 * STAGE);  // exchanged by the warpgroups, per head: maxima

@@ -53,9 +53,7 @@ struct alignas(sizeof(T) * N) Packet {
   T part[N];
 };
 template <int BYTES>
-struct RawPacket;
-template <>
-struct RawPacket<16> {
+struct RawPacket {
   using type = uint4;
 };
 template <>
@@ -65,13 +63,9 @@ struct RawPacket<8> {
 template <class T, int N>
 __device__ inline Packet<T, N> load_packet(const T* source) {
   using Raw = typename RawPacket<sizeof(T) * N>::type;
-  union {
-    Raw raw;
-    uint words[sizeof(Raw) / 4];
-  } bits;
-  bits.raw = *reinterpret_cast<const Raw*>(source);
+  const Raw raw = *reinterpret_cast<const Raw*>(source);
   Packet<T, N> packet;
-  memcpy(&packet, &bits, sizeof(Raw));
+  memcpy(&packet, &raw, sizeof(Raw));
   return packet;
 }
 template <class T, int N>
@@ -438,12 +432,9 @@ __device__ inline void load_words(const uint* source, uint* words) {
 }  // namespace mlx::core::cu
 #if TENSOR
 // The launch's dynamic shared memory, which may exceed the 48 KB that a text may declare.
-#define SHARED_BYTES(T, name, alignment) \
-  extern __shared__ __align__(alignment) unsigned char name##_bytes[]; \
+#define SHARED_ARRAY(T, name, size) \
+  extern __shared__ __align__(16) unsigned char name##_bytes[]; \
   T* const name = reinterpret_cast<T*>(name##_bytes)
-#define SHARED_ARRAY(T, name, size) SHARED_BYTES(T, name, 16)
-// Like SHARED_ARRAY, from a multiple of 1024 bytes on.
-#define SHARED_TILES(T, name, size) SHARED_BYTES(T, name, 1024)
 #endif
 
 #define threadgroup_position_in_grid (blockIdx)

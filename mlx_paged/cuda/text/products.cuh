@@ -18,34 +18,31 @@ const int tile = place - (which == 0 ? 0 : which == 1 ? tiles0 : tiles0 + tiles1
 const int width = which == 0 ? w_shape[0] : which == 1 ? w1_shape[0] : w2_shape[0];
 T* const target = which == 0 ? out : which == 1 ? out1 : out2;
 const auto* const matrix = which == 0 ? w : which == 1 ? w1 : w2;
-const auto* const partner = matrix;
 #if PACKED
 const T* const matrix_scales = which == 0 ? scales : which == 1 ? scales1 : scales2;
 const T* const matrix_biases = which == 0 ? biases : which == 1 ? biases1 : biases2;
-const T* const partner_scales = matrix_scales;
-const T* const partner_biases = matrix_biases;
 #endif
 #else
 const int tile = threadgroup_position_in_grid.x;
 const int width = w_shape[0];
 T* const target = out;
 const auto* const matrix = w;
-#if GATE
-const auto* const partner = w1;
-#else
-const auto* const partner = w;
-#endif
 #if PACKED
 const T* const matrix_scales = scales;
 const T* const matrix_biases = biases;
+#endif
+#endif
+#if GATE
+const auto* const partner = w1;
+#else
+const auto* const partner = matrix;
 #endif
 #if PACKED && GATE
 const T* const partner_scales = scales1;
 const T* const partner_biases = biases1;
 #elif PACKED
-const T* const partner_scales = scales;
-const T* const partner_biases = biases;
-#endif
+const T* const partner_scales = matrix_scales;
+const T* const partner_biases = matrix_biases;
 #endif
 #if GATE
 // silu(gate) * up, rounded wherever MLX's operations round.

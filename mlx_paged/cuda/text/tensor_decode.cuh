@@ -254,11 +254,7 @@ auto dim_of = [&](int place) { return place % (DV / 8) * 8 + place / (DV / 8); }
 // Codes become factors once for all heads. Lane c has a fourth of a group of a key row. A product has 8 columns: if all
 // heads fit into them PG times, a product covers PG groups of values side by side, of which lane r has an eighth. Each
 // group has columns of its own, with its scales; only a group's values in its own columns are outputs.
-#if COMMON
 constexpr int HEADS = G * ROWS;  // query heads of all rows: codes become factors once for all of them
-#else
-constexpr int HEADS = G;
-#endif
 constexpr int NT = (HEADS + 7) / 8;
 constexpr int KG = D / GS;   // groups of a row
 constexpr int VG = DV / GS;

@@ -17,7 +17,7 @@ const int item = static_cast<int>(thread_position_in_grid.x) / 64;
 #endif
 const int head = item % n_kv;
 const int row = item / n_kv;
-const int64_t slot = static_cast<int64_t>(static_cast<S>(slots[row]));  // S: each type of slots has its own text
+const int64_t slot = slots[row];
 
 if (static_cast<int>(thread_position_in_grid.x) == 0) {
   fence_out[0] = fence[0] + 1u;

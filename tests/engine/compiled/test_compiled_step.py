@@ -23,7 +23,7 @@ from mlx_paged.errors import BlockStateError
 from mlx_paged.kernels import ops as kernels
 from mlx_paged.kernels import shared_runs
 from mlx_paged.kernels.check import CheckResult
-from mlx_paged.kernels.launch_shape import SHARED_BODY, Variant, shape_for
+from mlx_paged.kernels.launch_shape import SHARED_BODIES, Variant, shape_for
 from mlx_paged.kernels.shared_runs import SharedCut
 from mlx_paged.kv import device_blocks
 from mlx_paged.kv.device_blocks import DeviceBlocks
@@ -310,7 +310,7 @@ def test_compiled_quantised_steps_equal_the_gather_path(kind: str, rotate: bool,
 @pytest.mark.parametrize("kind", quick(["llama", "llama-sliding"], "llama"))
 def test_compiled_step_shares_common_blocks(kind: str, monkeypatch: pytest.MonkeyPatch, calls: Taken) -> None:
     """The kernel gets the blocks that rows with a shared prefix read together, and tokens do not change."""
-    variant = Variant(SHARED_BODY, "cuda", mx.float32, 64, 64, 2, 16)
+    variant = Variant(SHARED_BODIES[0], "cuda", mx.float32, 64, 64, 2, 16)
     cut = SharedCut(variant, shape_for(variant)._replace(partition=64, rows=8), at_once=1)
     monkeypatch.setattr(shared_runs, "LEAST_COMMON", 64)
     monkeypatch.setattr(shared_runs, "LEAST_SAVED", 64)

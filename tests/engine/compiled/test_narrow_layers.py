@@ -200,7 +200,7 @@ def test_layer_classes_are_restored_after_a_trace(monkeypatch: pytest.MonkeyPatc
     classes = [type(module) for module in model.modules()]
     with narrow_layers(model, 4):
         assert [type(module) for module in model.modules()] == classes, "there is no CUDA"
-    monkeypatch.setattr(nvidia, "has_cuda", lambda: True)
+    monkeypatch.setattr(nvidia, "backend", lambda: "cuda")
     monkeypatch.setattr(narrow_matmul, "is_available", lambda: True)
     with narrow_layers(model, 4):
         changed = [new for new, old in zip(model.modules(), classes, strict=True) if type(new) is not old]

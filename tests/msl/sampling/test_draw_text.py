@@ -206,6 +206,6 @@ def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch, after: str)
 @pytest.mark.parametrize("dialect", slow("cuda", "metal"), ids=["NVIDIA", "Apple"])
 def test_kernel_does_not_spill_registers(dialect: str) -> None:
     key = kernel_key(mx.bfloat16, dialect)
-    found = registers.registers_of(key.body, key.constants, None if dialect == "cuda" else registers.REGISTERS)
+    found = registers.registers_of(*key, None if dialect == "cuda" else registers.REGISTERS)
     assert (found.stored, found.loaded) == (0, 0), found
     assert found.used <= 64, "1,024 threads have no more"

@@ -155,8 +155,8 @@ def test_kernel_on_with_an_unsupported_model_raises_before_any_change() -> None:
 
 def test_kernel_auto_without_a_gpu_gathers_and_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_paged.kernels.availability.device_unsupported_reason", lambda: "MLX has no GPU here")
-    for name in ("build_kernel", "variants_of"):
-        monkeypatch.setattr(f"mlx_paged.kernels.ops.{name}", lambda *_: pytest.fail("built"))
+    for name in ("build.build_kernel", "ops.variants_of"):
+        monkeypatch.setattr(f"mlx_paged.kernels.{name}", lambda *_: pytest.fail("built"))
     mlx_paged.apply_patches()
     greedy(MODELS["llama"], prompt_of(9), 2)
     assert mlx_paged.last_dispatch() == ("gather", "MLX has no GPU here")

@@ -5,6 +5,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_paged.kernels import build as build_module
 from mlx_paged.kernels import draw_rows
 from tests.support.msl.harness import Emulated
 
@@ -18,6 +19,6 @@ def use_emulator(
     def build_kernel(body: str, constants: Any) -> Any:
         return lambda **call: [mx.array(out) for out in build(body, constants)(**call)]
 
-    monkeypatch.setattr(draw_rows, "build_kernel", build_kernel)
+    monkeypatch.setattr(build_module, "build_kernel", build_kernel)
     monkeypatch.setattr(draw_rows, "backend", lambda: "metal")
     monkeypatch.setattr(draw_rows, "_GROUPS", {"metal": groups})

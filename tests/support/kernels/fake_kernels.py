@@ -303,8 +303,9 @@ def fake_kernels() -> Iterator[FakeKernels]:
         mock.patch.object(group, "kernel_unsupported_reason", decline),
         mock.patch.object(group, "prefill_unsupported_reason", decline),
         mock.patch.object(device_blocks, "prepare_prefill", fake.prepare_prefill),
+        mock.patch.object(device_blocks, "shared_cut_of", lambda *_: None),
         mock.patch.object(narrow_matmul, "passes_check", lambda body, dtype, *choice: dtype in narrow_matmul.DTYPES),
-        mock.patch.object(nvidia, "has_cuda", lambda: True),
+        mock.patch.object(nvidia, "backend", lambda: "cuda"),
         mock.patch.object(narrow_matmul, "is_available", lambda: True),
         mock.patch.object(narrow_matmul, "launch", fake.multiply),
     ):

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.kernels.ops import latent_variants_of
+from mlx_paged.kernels.ops import variants_of
 from tests.support.msl.harness import Case
 
 
@@ -21,7 +21,7 @@ class LatentCase(Case):
     def variant(self, body=-1):
         """Return the variant of the portable body, or with 0 the fastest."""
         _, _, block_size, rank = self.k_pool.shape
-        return latent_variants_of(self.dtype, rank, self.v_pool.shape[3], self.n_q, 1, block_size)[body]
+        return variants_of(self.dtype, rank, self.v_pool.shape[3], self.n_q, 1, block_size, use="latents")[body]
 
     def keys_and_values(self, b, head):
         latents, rotated = (x[0] for x in self.rows[b])

@@ -24,7 +24,9 @@ def launch_alone(name: str, constants: Constants, build: Build, num_rows: int = 
     body = BODIES[name]
     make = _merge if "JOIN" in body.variants else _SCRATCH[body.file]
     given, options = make(_Kernel(name, constants, num_rows))
-    return build(name, constants)(inputs=[given[name] for name in body.inputs], **options)
+    kernel, inputs = build(name, constants), [given[name] for name in body.inputs]
+    own: Any = getattr(kernel, "prepared", None)  # of a kernel that mlx_paged/cuda/ has compiled
+    return kernel(inputs=inputs, **options) if own is None else own(**options)(inputs)
 
 
 class _Kernel:
@@ -86,8 +88,8 @@ def _decode(kernel: _Kernel) -> Scratch:
     if "OWN" in BODIES[kernel.body].variants:
         given["arrivals"] = mx.zeros((max(MIN_DEVICE_ELEMENTS, kv_heads * q_len),), mx.uint32)
         return given, _options((kv_heads * threads, q_len, 1), threads, (out, dtype), ((1,), mx.float32), _FENCE)
-    parts = 1 if kernel["SINGLE"] else 2
-    first = ((1, heads, q_len, kernel["DV"] if kernel["SINGLE"] else parts * kernel["DV"]), kernel["O"])
+    parts = 1 if kernel.constants.get("SINGLE") else 2
+    first = ((1, heads, q_len, parts * kernel["DV"]), kernel.constants.get("O", mx.float32))
     grid = (kv_heads * threads, q_len, parts)
     return given, _options(grid, threads, first, ((lines, parts, 2), mx.float32), _FENCE)
 
@@ -119,7 +121,7 @@ def _write(kernel: _Kernel) -> Scratch:
     """Return rows with negative slots, which are not written."""
     rows = MIN_DEVICE_ELEMENTS
     given = {name: mx.zeros((1, 1, rows, kernel[dim]), kernel["T"]) for name, dim in (("k", "D"), ("v", "DV"))}
-    given |= {**kernel.pool(), "slots": mx.full((rows,), -1, kernel["S"])}
+    given |= {**kernel.pool(), "slots": mx.full((rows,), -1, mx.int32)}
     parts = 1 if kernel.body == "write_slots" else 2  # keys and values separately
     return given, _options((rows * parts * 32, 1, 1), 32, _FENCE)
 

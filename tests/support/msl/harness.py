@@ -47,7 +47,7 @@ TENSOR_BODIES = {*FUSED_BODIES, *SHARED_BODIES, "join_partitions", LATENT_BODIES
 
 
 class Emulated:
-    """A fake kernels.build_kernel. `edit` plants mutations: it changes a body's text. `in_place`: as on a GPU, kernels
+    """A fake build.build_kernel. `edit` plants mutations: it changes a body's text. `in_place`: as on a GPU, kernels
     store to MLX's own arrays and return such, fast functions accept NaN, and unwritten output is 0, which often does no
     harm."""
 
@@ -96,16 +96,14 @@ class Emulated:
 def emulated(backend="metal", **options):
     """Run kernels.* on the emulator as if on `backend`, without trials; yield the Emulated."""
     fake = Emulated(**options)
-    real = kernels.build_kernel, kernels.backend, kernel_build.backend
+    real = kernel_build.build_kernel, kernels.backend, kernel_build.backend
     kernels.variants_of.cache_clear()
-    kernels.latent_variants_of.cache_clear()
-    kernels.build_kernel, kernels.backend, kernel_build.backend = fake, lambda: backend, lambda: backend
+    kernel_build.build_kernel, kernels.backend, kernel_build.backend = fake, lambda: backend, lambda: backend
     try:
         yield fake
     finally:
-        kernels.build_kernel, kernels.backend, kernel_build.backend = real
+        kernel_build.build_kernel, kernels.backend, kernel_build.backend = real
         kernels.variants_of.cache_clear()
-        kernels.latent_variants_of.cache_clear()
 
 
 # CUDA's words in the bodies for tensor cores, and the emulator's for them.
@@ -313,7 +311,8 @@ MAX_THREADGROUP_BYTES = 32 * 1024  # Apple GPUs abort the process above this
 
 def threadgroup_bytes(shape, gqa, value_dim):
     """Return the threadgroup memory of a group of a body by lanes, in bytes."""
-    return 4 * shape.simdgroups * (2 * -(-gqa // shape.head_split) + shape.head_round * value_dim)
+    known = dict(shape.constants)
+    return 4 * shape.simdgroups * (2 * -(-gqa // known.get("HS", 1)) + known["HR"] * value_dim)
 
 
 DECODE_BODIES = {  # over dense and over quantised pages
@@ -329,7 +328,7 @@ def launch(case, kind="portable", *, backend=None, cores=None, shape=(), edits=(
     Args:
         kind: of DECODE_BODIES.
         cores: of the GPU, which determine the launch's shape.
-        shape: changes of the launch's shape.
+        shape: changes of the launch's shape: fields, and constants in capitals.
         edits: mutations of the body.
         options: ``max_visible``, or arguments of :func:`emulated`.
     """
@@ -338,7 +337,11 @@ def launch(case, kind="portable", *, backend=None, cores=None, shape=(), edits=(
     options["edit"] = {**options.get("edit", {}), body: edits}
     with emulated(backend or ("cuda" if kind == "tensor" else "metal"), **options) as fake:
         variant = case.variant(0 if kind == "tensor" else -1)._replace(body=body)
-        out, fence = case.run(variant=variant, launch_shape=shape_for(variant, cores)._replace(**dict(shape)), **given)
+        own = shape_for(variant, cores)
+        changes = {name: value for name, value in dict(shape).items() if name.islower()}
+        constants = {**dict(own.constants), **{name: value for name, value in dict(shape).items() if name.isupper()}}
+        own = own._replace(**changes, constants=tuple(constants.items()))
+        out, fence = case.run(variant=variant, launch_shape=own, **given)
     assert int(np.asarray(fence)[0]) == 8 and {name for name, _ in fake.calls} <= {body, "merge_partitions"}
     return out, fake
 

@@ -9,6 +9,7 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.kernels import build as kernel_build
 from mlx_paged.kernels import check, ops, prefill
 from tests.support.kernels.fake_kernels import fake_kernels
 from tests.support.kernels.quantized_pages import dequantized, quantized, unset_pages
@@ -29,13 +30,15 @@ def emulated(
         limit = dict(constants)["SHARED"] + (16 * 1024 if "KBITS" in dict(constants) else 0)
         return partial(kernel, checked=checked, orders=orders, tg_limit=limit)
 
-    prefill.prefill_variants_of.cache_clear()
-    fakes = {"build_kernel": build, "backend": lambda: "cuda"}
+    ops.variants_of.cache_clear()
     try:
-        with mock.patch.multiple(prefill, **fakes):
+        with (
+            mock.patch.object(kernel_build, "build_kernel", build),
+            mock.patch.object(ops, "backend", lambda: "cuda"),
+        ):
             yield
     finally:
-        prefill.prefill_variants_of.cache_clear()
+        ops.variants_of.cache_clear()
 
 
 @contextmanager
@@ -43,13 +46,18 @@ def emulated_self_check() -> Iterator[Callable[[tuple[str, str]], None]]:
     """Run the self-check's kernel on the emulator, with faked writes; yield a function that plants a mutation."""
     edits: list[tuple[str, str]] = []
     with fake_kernels() as fake, emulated(edits, orders=(0,), checked=False):
-        build, launched = prefill.build_kernel, prefill.PrefillLaunch.__call__
+        build, prepare = kernel_build.build_kernel, check.prepare_prefill
         fake.calls["paged_prefill"] = 0
 
-        def follow(launch: prefill.PrefillLaunch, q: mx.array, *pools_and_fence: mx.array) -> tuple[mx.array, mx.array]:
+        def follow(*args: Any, **options: Any) -> prefill.PrefillLaunch:
             # The fakes check that each use of a pool gets the fence of the previous one.
-            out, _ = launched(launch, q, *pools_and_fence)
-            return out, fake._pass("paged_prefill", *pools_and_fence[:3])
+            launch = prepare(*args, **options)
+
+            def attend(q: mx.array, *pools_and_fence: mx.array) -> tuple[mx.array, mx.array]:
+                out, _ = launch(q, *pools_and_fence)
+                return out, fake._pass("paged_prefill", *pools_and_fence[:3])
+
+            return attend
 
         def build_arrays(body: str, constants: Any) -> Callable[..., list[mx.array]]:
             kernel = build(body, constants)
@@ -61,8 +69,8 @@ def emulated_self_check() -> Iterator[Callable[[tuple[str, str]], None]]:
             return launch
 
         with (
-            mock.patch.object(prefill, "build_kernel", build_arrays),
-            mock.patch.object(prefill.PrefillLaunch, "__call__", follow),
+            mock.patch.object(kernel_build, "build_kernel", build_arrays),
+            mock.patch.object(check, "prepare_prefill", follow),
             mock.patch.dict(check._results, clear=True),
             mock.patch.dict(ops.switched_off, clear=True),
         ):

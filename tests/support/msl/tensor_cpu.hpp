@@ -93,7 +93,6 @@ struct Number {
   static constexpr int value = N;
 };
 #define SHARED_ARRAY(T, name, size) MSL_TG(T, name, [size])
-#define SHARED_TILES(T, name, size) MSL_TG(T, name, [size])
 // ldmatrix as PTX describes it. Each lane loads the values that it gets, so that races are detected.
 template <class T>
 inline uint4 matrices(const T* row, bool transposed, int op, int line) {
