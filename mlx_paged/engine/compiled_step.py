@@ -388,7 +388,7 @@ class CompiledStep:
         with dispatch.uncounted(), DeviceBlocks.traced(self._blocks, tensors):
             try:
                 # Weights dequantised in a trace would all be alive at once in a step.
-                with narrow_layers(self._model, tokens.shape[0]), Inference(dequantizes=False):
+                with narrow_layers(self._model, tokens.shape[0]), Inference(allowed=False):
                     logits = self.forward(self._model, tokens, cache=with_leaves(self._caches, parts))
             finally:
                 self._state.put_back()

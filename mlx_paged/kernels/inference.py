@@ -39,10 +39,10 @@ class Pace:
 
 
 class _ThreadState(threading.local):
-    inference: Inference | None = None  # the section that the thread is in
+    pace: Pace | None = None  # that of the section that the thread is in
 
 
-thread = _ThreadState()
+_thread = _ThreadState()
 
 
 class Inference:
@@ -52,20 +52,18 @@ class Inference:
 
     Args:
         allowed: False forbids both.
-        dequantizes: False forbids dequantising weights.
     """
 
-    def __init__(self, *, allowed: bool = True, dequantizes: bool = True) -> None:
-        self.allowed = allowed
-        self.pace = Pace() if allowed and dequantizes else None
+    def __init__(self, *, allowed: bool = True) -> None:
+        self._pace = Pace() if allowed else None
 
     def __enter__(self) -> None:
-        self._outer, thread.inference = thread.inference, self
+        self._outer, _thread.pace = _thread.pace, self._pace
 
     def __exit__(self, *_: object) -> None:
-        thread.inference = self._outer
+        _thread.pace = self._outer
 
 
 def pace() -> Pace | None:
     """Return the section's limit on dequantised weights; None if no weight may be dequantised."""
-    return None if thread.inference is None else thread.inference.pace
+    return _thread.pace

@@ -8,7 +8,6 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +15,7 @@ import mlx.core as mx
 from ...by_model import ByModel
 from ...cache.batch_cache import PagedBatchKVCache, first_paged
 from ...engine.compiled_step import CompiledStep, compiled_steps
-from ...kernels.inference import Inference, thread
+from ...kernels.inference import Inference
 from ...kv.pool import BlockPool
 from ...warn import warn_once
 
@@ -80,7 +79,7 @@ def locking(call: ModelCall, compiled: ModelCall | None = None) -> ModelCall:
                 return call(self, *args, **kwargs)
         pool = first.pool
         if first.group.blocks and not first.group.in_place:  # on a CPU nothing is traced, and no kernel applies
-            with pool.lock, nullcontext() if thread.inference is None else Inference(allowed=False):
+            with pool.lock, Inference(allowed=False):
                 pool.lock.device.check()
                 return call(self, *args, **kwargs)
         # Our kernels are allowed before the first write, too: MLX would take seconds to compile its own for a prompt.
