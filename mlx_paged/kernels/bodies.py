@@ -46,7 +46,7 @@ class Body(NamedTuple):
 _PAGES, _MATRICES = ("k_pool", "v_pool"), ("w", "w1", "w2")
 _TYPES = {  # those that are not T
     **dict.fromkeys(("fence", "fence_out", "arrivals", "keys", "positions"), "uint32_t"),
-    **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "pairs", "slots", "tiles", "items"), "int"),
+    **dict.fromkeys(("tables", "ends", "starts", "blocks", "span", "slots", "tiles", "items"), "int"),
     **dict.fromkeys(("params", "sinks", "stats", "partial"), "float"),
 }
 # Inputs and outputs that several kernels have.
@@ -88,7 +88,6 @@ BODIES: dict[str, Body] = {
     "gather_blocks": Body("gather.metal", _BLOCKS, _BLOCKS_OUT, ("PAGED",)),
     "quantized_gather": Body("gather.metal", _BLOCKS, _BLOCKS_OUT, ("QUANTIZED",)),
     "gather_rows": Body("gather.metal", _BLOCKS, _BLOCKS_OUT, ("ROWS",)),
-    "copy_blocks": Body("copy_blocks.metal", (*_POOL, "pairs"), _FENCE),
     "narrow_matmul": Body("products.cuh", ("x", "w"), _OUT, ("PLAIN",)),
     "narrow_matmul_bias": Body("products.cuh", ("x", "w", "bias"), _OUT, ("BIAS",)),
     "narrow_matmul_gate": Body("products.cuh", ("x", "w", "w1"), _OUT, ("GATE",)),

@@ -34,7 +34,6 @@ MAX_RMS = 5e-3
 _QUERY_HEADS = 8  # at least, as in real models
 # Block tables are as wide as those of real steps (kv/new_tokens.py), so a launch has several partitions, and a merge.
 _TABLE_WIDTH = 16  # a table's width is a multiple of it
-_COPIED = 4  # blocks
 _WINDOWS = 20, 300  # tokens: one too many shows in the result; in one partition, and in several
 _SHARED_WINDOW = 1500  # tokens: begins inside a partition
 _PROMPT_WINDOW = 45
@@ -72,7 +71,7 @@ def self_check(variant: Variant) -> CheckResult:
 
 def decode_difference(variant: Variant, contexts: Sequence[int] = (), q_len: int = MAX_QUERY_LENGTH) -> float:
     """Return the RMS difference of a decode variant from float32 attention: the worst query of a ragged batch. Also
-    runs all texts of slot writes, gathers and block copies, which every pool needs.
+    runs all texts of slot writes and gathers, which every pool needs.
 
     Unless ``contexts`` are given, rows have 1, block - 1, block, block + 1 tokens and several blocks. Blocks are
     permuted; every unused slot is NaN, and on Metal every output before the launch. One step is given the newest tokens
@@ -95,19 +94,17 @@ def decode_difference(variant: Variant, contexts: Sequence[int] = (), q_len: int
         window = min(window, most)
         starts = [[max(end - window, 0) for end in row] for row in ends]
         errors += rows.errors_of(rows.decode(q, ends, starts, max_visible=window), q, ends, starts)
-    rows.copy_blocks()
     return worst_rms(errors)
 
 
 @lru_cache(maxsize=64)
 def pool_check(variant: Variant) -> CheckResult:
-    """Return the result of writing, reading back and copying blocks of a variant's pool, for attention without it."""
+    """Return the result of writing and reading back blocks of a variant's pool, for attention without it."""
 
     def difference() -> float:
         rows = _Rows(variant, [variant.block_size + 1, 2 * variant.block_size])
         rows.write()
         rows.read_back()
-        rows.copy_blocks()
         return 0.0
 
     return outcome_of(difference)
@@ -237,9 +234,9 @@ class _Rows:
             n_kv_heads = max(2, _QUERY_HEADS // variant.gqa)
             n_q_heads = n_kv_heads * variant.gqa
         used = [-(-n // block) for n in contexts]
-        self._num_blocks, width = sum(used) + 1, -(-max(used) // _TABLE_WIDTH) * _TABLE_WIDTH
+        num_blocks, width = sum(used) + 1, -(-max(used) // _TABLE_WIDTH) * _TABLE_WIDTH
         # In Python, here and below: on CUDA, MLX would have to compile kernels to index an array.
-        ids = random.Random(0).sample(range(1, self._num_blocks), sum(used))
+        ids = random.Random(0).sample(range(1, num_blocks), sum(used))
         self._blocks = [ids[sum(used[:row]) :][:count] for row, count in enumerate(used)]
         self.tables = [[*own, *[0] * (width - len(own))] for own in self._blocks]
         ends = [sum(contexts[: row + 1]) for row in range(len(contexts))]
@@ -252,8 +249,7 @@ class _Rows:
         ]
         kept = self._given if self._pages is None else self._pages.dequantize(*self._pages.quantize(*self._given))
         self.kept = [tuple(x[:, :, own] for x in kept) for own in self._tokens]
-        count = self._num_blocks + _COPIED
-        self._pools = new_blocks(count, n_kv_heads, block, dims, dtype, self._pages, float("nan"))
+        self._pools = new_blocks(num_blocks, n_kv_heads, block, dims, dtype, self._pages, float("nan"))
         self._fence = kernels.new_fence()
         self._sinks = mx.random.normal((n_q_heads,), key=keys[3]) if variant.sinks else None
         self._options: dict[str, Any] = {
@@ -340,15 +336,6 @@ class _Rows:
         if rows is not None:
             launch = kernels.prepare_write(*self._pools, self._slots(), self._pages, stored=True)
             self._fence = launch(*self._pools, self._fence, *rows)
-
-    def copy_blocks(self) -> None:
-        """Copy blocks onto free ones. Raises RuntimeError if a copy differs."""
-        sources, length = list(range(1, 1 + _COPIED)), _COPIED * self._pools[0].shape[2]
-        targets = [self._num_blocks + i for i in range(_COPIED)]
-        before = self._gather(sources, length)
-        self._fence = kernels.copy_blocks(*self._pools, self._fence, sources, targets)
-        if not _are_equal(before, self._gather(targets, length)):
-            raise RuntimeError("copies of blocks differ from their sources")
 
     def errors_of(self, out: mx.array, q: mx.array, ends: Bounds, starts: Bounds) -> list[mx.array]:
         """Return the mean squared difference of each query's result from attention in float32."""

@@ -54,7 +54,7 @@ def chunked(
     """
     batch, tokens, key_heads, key_size = k.shape
     heads, value_size, dtype = *v.shape[2:], q.dtype
-    ratio, size = heads // key_heads, min(chunk_size(), _rounded(tokens))
+    ratio, size = heads // key_heads, min(chunk_size(), -(-tokens // CPU_CHUNK) * CPU_CHUNK)
     decay = mx.maximum(mx.log(g.astype(mx.float32)), LEAST_LOG_DECAY)
     if mask is not None:  # a token without key, value and decay changes nothing
         k, v = (mx.where(mask[..., None, None], each, 0) for each in (k, v))
@@ -86,10 +86,6 @@ def chunked(
         now = now * last[:, chunk] + keys[:, chunk] @ differences
     out = mx.stack(outputs, axis=1).transpose(0, 1, 4, 2, 3, 5).reshape(batch, -1, heads, value_size)
     return out[:, :tokens].astype(dtype), now.reshape(batch, heads, key_size, value_size).swapaxes(-1, -2)
-
-
-def _rounded(tokens: int) -> int:
-    return max(CPU_CHUNK, -(-tokens // CPU_CHUNK) * CPU_CHUNK)
 
 
 def _inverse(lower: mx.array) -> mx.array:

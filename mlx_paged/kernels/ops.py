@@ -242,27 +242,24 @@ def prepare_decode(
 def pool_texts(
     dtype: mx.Dtype, head_dim: int, value_dim: int, block_size: int, pages: PageShape | None = None
 ) -> dict[str, KernelText]:
-    """Return the kernels that "write", "gather" and "copy" blocks of any head size, in packets of 4 elements; and for
-    quantised pages those that "write stored" and "gather stored" rows unchanged.
+    """Return the kernels that "write" and "gather" blocks of any head size, in packets of 4 elements; and for quantised
+    pages those that "write stored" and "gather stored" rows unchanged.
 
     Raises:
         ValueError: no kernel supports this geometry.
     """
-    is_packed = dtype == mx.uint32  # words of quantised pages
-    if not is_packed and (dtype not in DTYPES or head_dim % 4 or value_dim % 4):
+    if dtype not in DTYPES or head_dim % 4 or value_dim % 4:
         raise ValueError(f"no kernel writes and gathers {dtype} of head size {head_dim}/{value_dim}")
     pool = ("T", dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size)
     if pages is None:
-        return {"write": ("write_slots", pool), "gather": ("gather_blocks", pool), "copy": ("copy_blocks", pool)}
-    _, words = copy = pool_texts(mx.uint32, pages.k.num_words, pages.v.num_words, block_size)["copy"]
-    values, rows = (*pool, *pages.constants), (*words, ("KC", pages.k.code_words), ("VC", pages.v.code_words))
-    texts = {"write": ("quantized_write", values), "gather": ("quantized_gather", values), "copy": copy}
+        return {"write": ("write_slots", pool), "gather": ("gather_blocks", pool)}
+    words = ("D", pages.k.num_words), ("DV", pages.v.num_words), ("KC", pages.k.code_words), ("VC", pages.v.code_words)
+    values, rows = (*pool, *pages.constants), (("T", mx.uint32), *words, ("BS", block_size))
+    texts = {"write": ("quantized_write", values), "gather": ("quantized_gather", values)}
     return {**texts, "write stored": ("write_rows", rows), "gather stored": ("gather_rows", rows)}
 
 
-def _pool_text(
-    name: str, k_pool: mx.array, v_pool: mx.array, pages: PageShape | None, stored: bool = False
-) -> KernelText:
+def _pool_text(name: str, k_pool: mx.array, v_pool: mx.array, pages: PageShape | None, stored: bool) -> KernelText:
     dtype, _, block_size, *dims = geometry_of(k_pool, v_pool, pages)
     return pool_texts(dtype, *dims, block_size, pages)[f"{name} stored" if stored and pages is not None else name]
 
@@ -327,17 +324,22 @@ def prepare_gather(
 
 
 def copy_blocks(
-    k_pool: mx.array, v_pool: mx.array, fence: mx.array, source: Sequence[int], target: Sequence[int]
+    k_pool: mx.array,
+    v_pool: mx.array,
+    fence: mx.array,
+    source: Sequence[int],
+    target: Sequence[int],
+    pages: PageShape | None = None,
 ) -> mx.array:
-    """Copy whole blocks onto others, in place (a fork). Returns the next fence.
+    """Copy whole blocks onto others (a fork), by a gather and a write. Returns the next fence.
 
     source and target: block ids, as many of each; no block may be in both, and none twice in target.
     """
-    packets = max(k_pool.size, v_pool.size) // (4 * k_pool.shape[0])
-    pairs = padded_for_metal(np.array([source, target], np.int32).T).T
-    grid = _round_up(packets, 256), len(source), 1
-    launch = prepare(_pool_text("copy", k_pool, v_pool, None), grid, 256, [FENCE])
-    return launch([k_pool, v_pool, fence, mx.array(np.ascontiguousarray(pairs))])[0]
+    block_size = k_pool.shape[2]
+    slots = (np.array(target, np.int32)[:, None] * block_size + np.arange(block_size, dtype=np.int32)).reshape(-1)
+    gather = prepare_gather(k_pool, v_pool, source, 0, len(source) * block_size, pages, stored=True)
+    k, v, fence = gather(k_pool, v_pool, fence)
+    return prepare_write(k_pool, v_pool, mx.array(slots), pages, stored=True)(k_pool, v_pool, fence, k, v)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -316,7 +316,7 @@ class DeviceBlocks:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks onto others; see :meth:`Blocks.copy`."""
-        self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, sources, targets)
+        self.__fence = kernels.copy_blocks(self.__keys, self.__values, self.__fence, sources, targets, self.pages)
 
     def resize(self, num_blocks: int) -> list[mx.array]:
         """Change the number of blocks; see :meth:`Blocks.resize`."""

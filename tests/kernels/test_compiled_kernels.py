@@ -31,7 +31,7 @@ LATENT = Variant("latent_decode", "cuda", mx.float32, 576, 512, 10, 32)
 LATENT_TENSOR = Variant("latent_decode_tensor", "cuda", mx.bfloat16, 576, 512, 64, 32)
 PAGES = page_shape(64, (8, 4), 32, mx.bfloat16)
 QUANTIZED = Variant("quantized_decode", "cuda", mx.bfloat16, 64, 64, 4, 16, True, True, PAGES)
-POOL = kernels.pool_texts(mx.bfloat16, 64, 64, 32)["copy"][1]
+POOL = kernels.pool_texts(mx.bfloat16, 64, 64, 32)["write"][1]
 PRODUCT = narrow_matmul.kernel_key("narrow_matmul_group", mx.float16, narrow_matmul.SMALL)[1]
 
 
@@ -177,7 +177,7 @@ def test_a_kernel_that_nvrtc_cannot_compile_is_off(mlx: FakeMLX, monkeypatch: py
     monkeypatch.setattr(FakeCompiler, "compile", refuse)
     made = None if trouble == "no compiler" else Cubins(FakeCompiler(), "sm_90", None)
     monkeypatch.setattr(compiled, "cubins", lambda: made)
-    reason = outcome_of(lambda: build_kernel("copy_blocks", POOL)).reason
+    reason = outcome_of(lambda: build_kernel("write_slots", POOL)).reason
     assert ("NVRTC" if made is None else "no such name") in reason and not mlx.calls
 
 
@@ -189,10 +189,10 @@ def test_all_texts_of_a_variant_start_compiling_before_the_check(mlx: FakeMLX, m
     passes = check.CheckResult(True, 0.0, 0.0, "")
     monkeypatch.setattr(check, "self_check", lambda variant: begun.append(len(cubins._futures)) or passes)
     monkeypatch.setattr(check, "_results", {})
-    assert check.checked(TENSOR).ok and begun == [6]
+    assert check.checked(TENSOR).ok and begun == [5]
     for body, constants in texts_of(TENSOR):
         assert isinstance(build_kernel(body, constants), CompiledKernel)
-    assert len(compiler.texts) == 6, "each is compiled once"
+    assert len(compiler.texts) == 5, "each is compiled once"
 
 
 def test_compiled_by_names_the_compiler(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_every_text_of_a_decode_step_is_checked(gqa: int, sinks: bool, pages: Pa
             slots = mx.array(build.padded_for_metal(np.array(ids, np.int32), -1))
             write_slots(k_pool, v_pool, kernels.new_fence(), new, new, slots, pages)
             gather_blocks(k_pool, v_pool, kernels.new_fence(), ids, 0, 1, pages)
-            kernels.copy_blocks(k_pool, v_pool, kernels.new_fence(), ids, [20 + i for i in ids])
+            kernels.copy_blocks(k_pool, v_pool, kernels.new_fence(), ids, [20 + i for i in ids], pages)
             if pages is not None:
                 moved = [mx.zeros((rows, n_kv_heads, 1, form.num_words), mx.uint32) for form in pages]
                 pools = k_pool, v_pool, kernels.new_fence()

@@ -244,7 +244,7 @@ def test_random_schedules_equal_sequential_runs(bits):
                 fence = write_slots(k, v, fence, *new, slots, pages)
             elif kind == "copy":
                 source, target = rng.sample(range(1, 9), 2)
-                fence = kernels.copy_blocks(k, v, fence, [source], [target])
+                fence = kernels.copy_blocks(k, v, fence, [source], [target], pages)
             elif kind == "gather":
                 got_k, got_v, fence = gather_blocks(k, v, fence, rng.sample(range(1, 9), 3), 5, 30, pages)
                 outs += [got_k, got_v]

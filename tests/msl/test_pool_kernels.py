@@ -232,8 +232,8 @@ def test_copies(dtype):
     pages = page_shape(128, (8, 4), 128, mx.bfloat16) if dtype == "pages" else None
     k_pool, v_pool = pools(pages or DENSE, (128, 128) if pages else (64, 80), mx.bfloat16 if pages else dtype)
     with emulated() as fake:
-        fence = kernels.copy_blocks(k_pool, v_pool, FENCE, [1, 4], [3, 5])
-    assert int(np.asarray(fence)[0]) == 42
+        fence = kernels.copy_blocks(k_pool, v_pool, FENCE, [1, 4], [3, 5], pages)
+    assert int(np.asarray(fence)[0]) == 43
     for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
         expected = np.array(pool) if pages else to_float(pool).copy()
         expected[[3, 5]] = expected[[1, 4]]
@@ -258,7 +258,7 @@ def test_head_size_that_no_kernel_copies_raises():
         kernels.copy_blocks(*pools(DENSE, (6, 64), mx.float32), FENCE, [1], [2])
 
 
-WRITE, GATHER, COPY, PUT, TAKE = "write_slots", "gather_blocks", "copy_blocks", "write_rows", "gather_rows"
+WRITE, GATHER, PUT, TAKE = "write_slots", "gather_blocks", "write_rows", "gather_rows"
 WRITE_PAGES, GATHER_PAGES = "quantized_write", "quantized_gather"
 MUTATIONS = {
     "write: every head to head 0": (WRITE, "(slot / BS * n_kv + head) * BS", "slot / BS * n_kv * BS"),
@@ -273,10 +273,6 @@ MUTATIONS = {
     "gather: past the table": (GATHER, "position / BS]", "position / BS + 3]"),
     "gather: range too long": (GATHER, "if (i < length)", "if (i <= length)"),
     "gather: fence dropped": (GATHER, "fence_out[0] = fence[0] + 1u;", ""),
-    "copy: swapped": (COPY, "pairs[n_pairs + pair]", "pairs[pair]"),
-    "copy: too far": (COPY, "if (at < k_size)", "if (at < 2 * k_size)"),
-    "copy: half": (COPY, "if (at < v_size)", "if (at < v_size / 2)"),
-    "copy: fence not read": (COPY, "fence[0] + 1u", "1u"),
     "pages, write: maximum not from 0": (WRITE_PAGES, "float high = 0.0f;", "float high = -float_of(0x7f800000u);"),
     "pages, write: halves to even": (WRITE_PAGES, "min(metal::round(", "min(metal::rint("),
     "pages, write: range one short": (WRITE_PAGES, "(high - low) / most", "(high - low) / (most + 1.0f)"),
@@ -307,7 +303,6 @@ MUTATIONS = {
 RUNS = {
     WRITE: lambda: test_dense_writes(mx.float32, 2, "NHD"),
     GATHER: lambda: test_gathers(None, (9, 20), mx.float32),
-    COPY: lambda: test_copies(mx.float32),
     WRITE_PAGES: lambda: check_write((128, 128), mx.float32, page_shape(128, (8, 4), 64)),
     GATHER_PAGES: lambda: test_gathers((8, 4), (9, 20), mx.float32),
     PUT: lambda: test_rows_are_written_as_they_are(1, 11, mx.float32),

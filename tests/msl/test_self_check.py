@@ -137,9 +137,8 @@ COUNTED = {
     **dict.fromkeys(("paged_decode", "quantized_decode", *MATRIX_BODIES, "merge_partitions"), "ends"),
     **dict.fromkeys(("write_slots", "quantized_write", "write_rows"), "slots"),
     **dict.fromkeys(("gather_blocks", "quantized_gather", "gather_rows"), "blocks"),
-    "copy_blocks": "pairs",
 }
-STORING = ("write_slots", "quantized_write", "write_rows", "copy_blocks")
+STORING = ("write_slots", "quantized_write", "write_rows")
 Seen = tuple[str, Any]
 
 
@@ -170,7 +169,7 @@ def texts_of_check(variant: Variant, broken: Seen | None = None) -> tuple[CheckR
 
 
 def every_text(body: str, *moved: str) -> list[Seen]:
-    return [(body, False), (body, True), *((other, None) for other in ("merge_partitions", "copy_blocks", *moved))]
+    return [(body, False), (body, True), *((other, None) for other in ("merge_partitions", *moved))]
 
 
 TEXTS = {
@@ -182,7 +181,7 @@ TEXTS = {
 
 @pytest.mark.parametrize(
     ("name", "text"), quick([(name, text) for name in TEXTS for text in TEXTS[name]],
-    ("dense", ("paged_decode", False)), ("dense", ("copy_blocks", None)))
+    ("dense", ("paged_decode", False)), ("dense", ("write_slots", None)))
 )  # fmt: skip
 def test_values_of_every_text_are_compared(name: str, text: Seen) -> None:
     result, seen = texts_of_check(VARIANTS[name], text)

@@ -105,7 +105,6 @@ OTHERS = {
     "merge_partitions": lambda d, n: [(3, 9999, "float32"), (3, 99 * n, "float32"), (2, n, "int32"), (2, n, "int32"), (1, 2, "float32")],
     "write_slots": lambda d, n: [*pool(d), (4, 128 * n, d), (4, 128 * n, d), (1, n, "int32")],
     "gather_blocks": lambda d, n: [*pool(d), (1, n, "int32"), (1, 2, "int32")],
-    "copy_blocks": lambda d, n: [*pool(d), (2, 2 * n, "int32")],
 }  # fmt: skip
 
 
@@ -141,7 +140,7 @@ BAD = {
     "store through the const pool": ("write_slots", "const_cast<device T*>(k_pool)", "k_pool", "const|read-only"),
     "pointer without address space": ("write_slots", "auto k_target", "T* k_target", "cannot initialize|address space"),
     "64 to 32 bit offset": ("gather_blocks", "const int64_t from", "const int from", "loses integer precision"),
-    "undeclared name": ("copy_blocks", "n_pairs + pair", "n_pair + pair", "undeclared"),
+    "undeclared name": ("gather_blocks", "span[0] + i", "spans[0] + i", "undeclared"),
     "CUDA intrinsic": ("merge_partitions", "simd_max(top)", "__shfl_sync(0, top, 0)", "undeclared"),
     "float stored as T": ("merge_partitions", "static_cast<T>(n_live > 0 ? o[d] / denominator : 0.0f)", "o[d]", "loses floating-point"),
     "unsuffixed literal": ("merge_partitions", "o[d] = 0.0f;", "o[d] = 0.0;", "unsuffixed"),

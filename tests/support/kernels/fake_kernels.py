@@ -219,7 +219,9 @@ class FakeKernels:
 
         return launch
 
-    def copy_blocks(self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, source: Any, target: Any) -> mx.array:
+    def copy_blocks(
+        self, k_pool: mx.array, v_pool: mx.array, fence: mx.array, source: Any, target: Any, pages: Any = None
+    ) -> mx.array:
         assert not set(source) & set(target) and len(set(target)) == len(target) == len(source)
         for pool in (k_pool, v_pool):
             pool[mx.array(target)] = pool[mx.array(source)]

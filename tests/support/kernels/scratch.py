@@ -134,14 +134,6 @@ def _gather(kernel: _Kernel) -> Scratch:
     return given, _options((256, 1, 1), 256, *outputs, _FENCE)
 
 
-def _copy(kernel: _Kernel) -> Scratch:
-    """Return copies of the only block onto itself."""
-    pairs = MIN_DEVICE_ELEMENTS // 2
-    given = {**kernel.pool(), "pairs": mx.zeros((2, pairs), mx.int32)}
-    packets = kernel["BS"] * max(kernel["D"], kernel["DV"]) // 4
-    return given, _options((-(-packets // 256) * 256, 1, 1), 256, _FENCE)
-
-
 def _product(kernel: _Kernel) -> Scratch:
     """Return two rows and matrices of eight rows, with eight values each, or the 32 of a group."""
     rows, size, dtype, threads = 2, 8, kernel["T"], kernel["SG"] * 32
@@ -170,7 +162,6 @@ _SCRATCH: dict[str, Callable[[_Kernel], Scratch]] = {
     "merge_partitions.metal": _merge,
     "write.metal": _write,
     "gather.metal": _gather,
-    "copy_blocks.metal": _copy,
     "products.cuh": _product,
     "draw_rows.metal": _draw,
 }

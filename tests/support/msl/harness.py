@@ -35,7 +35,6 @@ WRITES = dict.fromkeys(
         *LATENT_BODIES,
         *SHARED_BODIES,
         "write_slots",
-        "copy_blocks",
         "quantized_write",
         "write_rows",
     ),
@@ -145,7 +144,7 @@ def tensor_kernel(body, constants, edits, planted=None):
 
 def tensor_helpers(body):
     """Return the functions of a body for tensor cores: the emulator's own prelude, and those of the body's file."""
-    here, prelude = Path(__file__).parent, kernel_text("copy_blocks", "metal")[0]
+    here, prelude = Path(__file__).parent, kernel_text("draw_rows", "metal")[0]
     own = prelude.join((here / name).read_text() for name in ("tensor_cpu.hpp", "decode_cpu.hpp"))
     return own + resolved(text_of("prelude.metal"), BODIES[body].variants) + parts_of(body)[0]
 
