@@ -10,7 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import GeometryError
-from ..kernels.availability import prepares_plans
+from ..kernels.availability import backend
 from ..kernels.build import NoKernelError
 from ..kernels.launch_shape import MAX_QUERY_LENGTH
 from ..kv.geometry import AttentionParams, QueryHeads, Window
@@ -167,7 +167,7 @@ class _Call(NamedTuple):
         """Attend from the new tokens of one sequence, which are written; over these alone if there is no prefix."""
         q, group, position, tokens, params = self
         table = tokens.tables[0]
-        if prepares_plans():
+        if backend() == "cuda":
             if _unsupported_reason(q, group, table.length, params) is None:
                 return self.attend_rows(None)
             if not (params.latent or _masks_otherwise(params) or _has_plan(q, table.num_visible(group.index))):
@@ -306,7 +306,7 @@ def _unsupported_reason(q: mx.array, group: Group, longest: int, params: Attenti
     """Return why the decode kernel cannot serve this call, or None."""
     _, num_q_heads, q_len, _ = q.shape
     if q_len > MAX_QUERY_LENGTH and not (
-        q_len <= MOST_FEW_TOKENS and q_len * longest <= MOST_READS and prepares_plans()
+        q_len <= MOST_FEW_TOKENS and q_len * longest <= MOST_READS and backend() == "cuda"
     ):
         return "several new tokens after a prefix"
     if group.has_kernel and _has_other_mask(params):

@@ -20,8 +20,8 @@ from .. import __version__
 from ..config import PagedConfig
 from ..errors import ConfigError
 from ..kernels.availability import backend, device_unsupported_reason, gpu_cores
-from ..kernels.build import compiled_by
 from ..kernels.fused_attention import NAX_RELEASE, wheel_release
+from ..kernels.nvidia import part
 from .doctor_kernels import HEADER, rows
 from .generate import raise_cpu_cache_limit
 from .terminal import Parser, add_version, orderly_end, rate
@@ -47,7 +47,7 @@ def facts() -> dict[str, str]:
         "memory": _memory(info),
         **_wheel(),
         "kernel dialect": backend() or "none",
-        "compiled by": compiled_by(),
+        "compiled by": part("cubins").compiler_name() if backend() == "cuda" else "MLX",
         "kernel": device_unsupported_reason() or "can run here",
     }
 

@@ -14,7 +14,7 @@ from ..cache.batch import NoBlocksError, NotPackableError
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..errors import device_failed
-from ..kernels.availability import on_metal, packs_prompts
+from ..kernels.availability import backend, on_metal
 from ..kernels.fused_attention import has_nax, least_fused_queries
 from ..kv.pool import BlockPool
 from ..warn import warn_once
@@ -233,5 +233,6 @@ def can_pack(
 
 
 def packs_by_default(pool: BlockPool | None) -> bool:
-    """Return whether prompts go through the model as packs by default: blocks are in place on a GPU."""
-    return packs_prompts() and (pool is None or all(group.in_place for group in pool.groups))
+    """Return whether prompts go through the model as packs by default: blocks are in place on a GPU, where a call of
+    few tokens costs as much as one of many."""
+    return backend() is not None and (pool is None or all(group.in_place for group in pool.groups))

@@ -53,19 +53,9 @@ def device_unsupported_reason() -> str | None:
     return None
 
 
-def packs_prompts() -> bool:
-    """Return whether packs of prompts pay off: on a GPU, where a call of few tokens costs as much as one of many."""
-    return backend() is not None
-
-
 def on_metal() -> bool:
     """Return whether MLX's GPU backend is Metal."""
     return backend() == "metal"
-
-
-def prepares_plans() -> bool:
-    """Return whether MLX's attention prepares a plan for each new shape of its arguments, as it does on CUDA."""
-    return backend() == "cuda"
 
 
 class CudaLimits(NamedTuple):

@@ -117,33 +117,25 @@ def resolved(text: str, variants: tuple[str, ...]) -> str:
     """Return a text without the lines that belong to other variants, and with its included files. Conditions that name
     no variant are the compiler's and stay."""
     lines: list[str] = []
-    # Conditions that enclose the line: whether it belongs to this kernel, and whether a branch before it did; None for
-    # the compiler's.
-    open_ones: list[tuple[bool, bool] | None] = []
+    # Conditions that enclose the line: whether it names variants, whether this branch holds, and whether one has held.
+    branches: list[tuple[bool, bool, bool]] = []
     for line in text.splitlines(keepends=True):
         word, _, rest = line.strip().partition(" ")
+        holds = any(set(each.split(" && ")) <= set(variants) for each in rest.split(" || "))
         if word in ("#if", "#ifdef", "#ifndef"):
-            own = word == "#if" and not VARIANTS.isdisjoint(re.findall(r"\w+", rest))
-            open_ones.append((_holds(rest, variants),) * 2 if own else None)
-            if own:
-                continue
-        elif word in ("#elif", "#else", "#endif") and open_ones[-1] is not None:
-            known = open_ones.pop()
-            if known is not None and word != "#endif":
-                holds = not known[1] and (word == "#else" or _holds(rest, variants))
-                open_ones.append((holds, known[1] or holds))
-            continue
+            is_own = word == "#if" and not VARIANTS.isdisjoint(rest.split())
+            branches.append((is_own, holds or not is_own, holds))
+        is_own = word in ("#if", "#elif", "#else", "#endif") and branches[-1][0]
+        if word in ("#elif", "#else") and is_own:
+            _, _, has_held = branches.pop()
+            holds = not has_held and (word == "#else" or holds)
+            branches.append((True, holds, has_held or holds))
         elif word == "#endif":
-            open_ones.pop()
-        if all(each is None or each[0] for each in open_ones):
+            branches.pop()
+        if not is_own and all(holds for _, holds, _ in branches):
             included = re.fullmatch(r'#include "([\w.]+)"', line.strip())
             lines.append(resolved(text_of(included[1]), variants) if included else line)
     return "".join(lines)
-
-
-def _holds(condition: str, variants: tuple[str, ...]) -> bool:
-    """Return whether a condition of names, ``&&`` and ``||`` is true."""
-    return any(set(each.split(" && ")) <= set(variants) for each in condition.split(" || "))
 
 
 @lru_cache(maxsize=64)

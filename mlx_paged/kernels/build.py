@@ -196,8 +196,3 @@ def compile_ahead(kernels: Iterable[KernelText]) -> None:
 def warn_when_compiling() -> AbstractContextManager[None]:
     """Return a context manager for code that may compile kernels: reports it once, on a terminal, if it takes long."""
     return warn_when_slow("compiling kernels")
-
-
-def compiled_by() -> str:
-    """Return which compiler builds the kernels on this machine, for reports."""
-    return str(part("cubins").compiler_name()) if backend() == "cuda" else "MLX"

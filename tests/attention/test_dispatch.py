@@ -202,7 +202,7 @@ def test_rows_attend_with_the_bits_of_each_alone(window: int | None, dtype: mx.D
 def test_prompt_of_one_sequence_takes_the_prefill_kernel_on_cuda(
     monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
-    monkeypatch.setattr(dispatch, "prepares_plans", lambda: True)
+    monkeypatch.setattr(dispatch, "backend", lambda: "cuda")
     monkeypatch.setattr(dispatch, "MOST_FEW_TOKENS", 10)
     monkeypatch.setattr(dispatch, "WHOLE_CHUNK", 20)
     dense = PagedKVCache(SequenceTables(BlockPool([LayerGroup((0,), window)], block_size=4)), 0)
@@ -230,7 +230,7 @@ def test_prompt_of_one_sequence_takes_the_prefill_kernel_on_cuda(
 def test_prompt_with_another_mask_takes_mlx_attention_on_cuda(
     monkeypatch: pytest.MonkeyPatch, mask: str | None
 ) -> None:
-    monkeypatch.setattr(dispatch, "prepares_plans", lambda: True)
+    monkeypatch.setattr(dispatch, "backend", lambda: "cuda")
     own = causal_mask(70, 0) & (mx.arange(70) != 2) if mask else None
     q, (k, v) = noise(1, 1, Q_HEADS, 70, DIM), kv(1, 70)
     with fake_kernels() as fake:

@@ -146,13 +146,13 @@ def test_packs_need_a_kernel_and_in_place_blocks(monkeypatch: pytest.MonkeyPatch
     model = build("llama", head_dim=64)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     assert not generator(model)._engine.packs
-    monkeypatch.setattr(prefill, "packs_prompts", lambda: True)
+    monkeypatch.setattr(prefill, "backend", lambda: "cuda")
     assert not generator(model)._engine.packs
     with fake_kernels():
         mlx_paged.remove_patches()
         mlx_paged.apply_patches(PagedConfig(block_size=8, kernel="on"))
         assert generator(model)._engine.packs
-        monkeypatch.setattr(prefill, "packs_prompts", lambda: False)
+        monkeypatch.setattr(prefill, "backend", lambda: None)
         assert not generator(model)._engine.packs
 
 

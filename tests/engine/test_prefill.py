@@ -22,8 +22,8 @@ def in_kernel(request: pytest.FixtureRequest, kernels: object, monkeypatch: pyte
     """Whether short chunks go through the decode kernel, as on devices where MLX's attention prepares a plan per shape.
     No chunk is packed, as without a kernel for packs."""
     chosen = bool(request.param == "in the kernel")
-    monkeypatch.setattr(prefill_module, "packs_prompts", lambda: False)
-    monkeypatch.setattr(dispatch, "prepares_plans", lambda: chosen)
+    monkeypatch.setattr(prefill_module, "backend", lambda: None)
+    monkeypatch.setattr(dispatch, "backend", lambda: "cuda" if chosen else None)
     return chosen
 
 

@@ -196,12 +196,12 @@ def test_all_texts_of_a_variant_start_compiling_before_the_check(mlx: FakeMLX, m
 
 
 def test_compiled_by_names_the_compiler(mlx: FakeMLX, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert build.compiled_by() == "NVRTC 13.0, in each process"
+    assert compiled.compiler_name() == "NVRTC 13.0, in each process"
     kept = Cubins(FakeCompiler(), "sm_90", CubinFolder(tmp_path / "kernels"))
     monkeypatch.setattr(compiled, "cubins", lambda: kept)
-    assert build.compiled_by() == "NVRTC 13.0, once per machine"
+    assert compiled.compiler_name() == "NVRTC 13.0, once per machine"
     monkeypatch.setattr(compiled, "cubins", lambda: None)
-    assert build.compiled_by() == "none: NVRTC cannot be loaded"
+    assert compiled.compiler_name() == "none: NVRTC cannot be loaded"
 
 
 @pytest.mark.gpu

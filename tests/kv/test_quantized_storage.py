@@ -261,7 +261,6 @@ def test_quantised_decode_kernel_is_checked_before_it_is_chosen(monkeypatch: pyt
         return CheckResult(len(checked) > 1, 0.0, 0.1, "it does not compile")
 
     monkeypatch.setattr(availability, "device_unsupported_reason", lambda: None)
-    monkeypatch.setattr(availability, "prepares_plans", lambda: True)
     monkeypatch.setattr(kernels, "backend", lambda: "metal")
     monkeypatch.setattr(blocks, "checked", check)
     kernels.variants_of.cache_clear()

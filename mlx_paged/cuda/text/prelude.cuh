@@ -416,18 +416,6 @@ template <class T, int N>
 __device__ inline void set_packet(Packet<T, N>& packet, int i, T value) {
   packet.part[i] = value;
 }
-
-// Load one word, or two that are aligned to 8 bytes.
-template <int N>
-__device__ inline void load_words(const uint* source, uint* words) {
-  if (N == 1) {
-    words[0] = source[0];
-  } else {
-    const uint2 pair = *reinterpret_cast<const uint2*>(source);
-    words[0] = pair.x;
-    words[N - 1] = pair.y;
-  }
-}
 #endif
 }  // namespace mlx::core::cu
 #if TENSOR

@@ -56,18 +56,6 @@ template <typename T, int N>
 inline void set_packet(thread Packet<T, N>& packet, int i, T value) {
   packet.part[i / 4][i % 4] = value;
 }
-
-// Load one word, or two that are aligned to 8 bytes.
-template <int N, typename P>
-inline void load_words(P source, thread uint* words) {
-  if (N == 1) {
-    words[0] = source[0];
-  } else {
-    const uint2 pair = *reinterpret_cast<const device uint2*>(source);
-    words[0] = pair.x;
-    words[N - 1] = pair.y;
-  }
-}
 #endif
 #endif
 #if PARTITIONS
@@ -129,6 +117,18 @@ FUNCTION void look_up_blocks(Table table, int chunk, int lo, int hi, thread int*
 }
 #endif
 #if QUANTIZED
+
+// Load one word, or two that are aligned to 8 bytes.
+template <int N, typename P>
+FUNCTION void load_words(P source, thread uint* words) {
+  if (N == 1) {
+    words[0] = source[0];
+  } else {
+    const uint2 pair = *reinterpret_cast<const GLOBAL uint2*>(source);
+    words[0] = pair.x;
+    words[N - 1] = pair.y;
+  }
+}
 
 // Quantisation of groups, as in MLX's GPU kernels.
 struct Affine {

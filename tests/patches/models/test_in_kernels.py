@@ -42,7 +42,7 @@ def test_tokens_equal_stock_alone_and_in_a_batch(
     name: str, kernels: FakeKernels | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Send more than a few new tokens to MLX's attention on every device; test_prefill.py tests the other choice.
-    monkeypatch.setattr(dispatch, "prepares_plans", lambda: False)
+    monkeypatch.setattr(dispatch, "backend", lambda: None)
     lengths = (30, 5, 45, 8) if "ngram" in name else (1, 30, 45, 8)  # in a batch mlx-lm needs 3 tokens for n-grams
     monkeypatch.setattr(model_matrix, "PROMPTS", lengths)
     model = MODELS[name]()

@@ -25,7 +25,7 @@ SINGLE = build("llama", head_dim=64, num_hidden_layers=1)  # its only layer's ca
 @pytest.fixture(autouse=True)
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send more than a few new tokens to MLX's attention on every device; test_prefill.py tests the other choice."""
-    monkeypatch.setattr(dispatch, "prepares_plans", lambda: False)
+    monkeypatch.setattr(dispatch, "backend", lambda: None)
 
 
 def paths() -> dict[str, int]:
