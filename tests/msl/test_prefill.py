@@ -250,7 +250,7 @@ DEFECTS = {  # old, new: the emulator objects, or the numbers come out wrong
     "chunk begins one late": (" + stride - 1) / stride * stride", ")"),
     "chunk begins one early": (" + stride - 1) / stride * stride", ") / stride * stride"),
     "another table": ("static_cast<int64_t>(tile[0])", "static_cast<int64_t>(0)"),
-    "quantised: not waited for": ("act();", ""),
+    "quantised: not waited for": ("copies.wait();\n  if (is_value)", "if (is_value)"),
     "quantised: keys for values": ("is_value = true;", "is_value = false;"),
     "quantised: half of the codes": ("i * THREADS < KEYS * LOADS; i++) {\n    if (KEYS", "i * THREADS < KEYS * LOADS / 2; i++) {\n    if (KEYS"),
     "quantised: eight lanes, one token": ("/ loads * 8 + thread_index % 8", "/ loads * 8"),

@@ -229,11 +229,15 @@ __device__ inline uint4 load_transposed(const void* row) {
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(shared_address(row)));
   return x;
 }
-// Asynchronous copies of 16 bytes from global to shared memory.
+// Asynchronous copies from global to shared memory.
 struct AsyncCopies {
-  // If not live, write zeros and read nothing.
+  // Copy 16 bytes. If not live, write zeros and read nothing.
   __device__ void copy(void* target, const void* source, bool live) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(live ? 16 : 0));
+  }
+  // Copy four bytes.
+  __device__ void copy_word(unsigned* target, const unsigned* source, bool live) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)), "l"(source), "r"(live ? 4 : 0));
   }
   // Make one group of the copies that this thread began since the last commit.
   __device__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -362,24 +366,6 @@ __device__ inline float largest_of(float x) {
 template <class T>
 __device__ inline void store_words(T* target, uint4 words) {
   *reinterpret_cast<uint4*>(target) = words;
-}
-// Asynchronous copies, and a function to call as soon as those of this thread have arrived.
-template <class Then>
-struct CopiesThen : AsyncCopies {
-  Then act;
-  __device__ CopiesThen(Then what) : act(what) {}
-  // Copy four bytes.
-  __device__ void copy_word(unsigned* target, const unsigned* source, bool live) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)), "l"(source), "r"(live ? 4 : 0));
-  }
-  __device__ void wait() {
-    AsyncCopies::wait();
-    act();
-  }
-};
-template <class Then>
-__device__ inline CopiesThen<Then> then(Then what) {
-  return CopiesThen<Then>(what);
 }
 #endif
 #elif QUANTIZED

@@ -79,11 +79,12 @@ const int first = lo / KEYS;
 const int last = (hi - 1) / KEYS;
 const float gain = SOFTCAP ? 1.0f : params[0] * LOG2E;
 const int* table = tables + static_cast<int64_t>(tile[0]) * tables_shape[1];
+AsyncCopies copies;
 #if PAGED
 // paged_prefill_tensor: the head's keys and values.
 const T* k_head = k_pool + static_cast<int64_t>(kv_head) * (BS * D);
 const T* v_head = v_pool + static_cast<int64_t>(kv_head) * (BS * DV);
-AsyncCopies copies;
+auto wait = [&] { copies.wait(); };
 #elif QUANTIZED
 // quantized_prefill_tensor: keys and values have the bits of mx.dequantize, and lie in shared memory as those of the
 // dense kernel. Each thread first copies codes of a step to shared memory, asynchronously. Once its own have arrived,
@@ -125,13 +126,14 @@ auto dequantize = [&](auto width, auto bits, T* target) {
     }
   }
 };
-auto copies = then([&] {
+auto wait = [&] {
+  copies.wait();
   if (is_value) {
     dequantize(Number<DV>(), Number<VBITS>(), shared + KEYS * KW);
   } else {
     dequantize(Number<D>(), Number<KBITS>(), shared);
   }
-});
+};
 #endif
 // Prefill kernels for tensor cores: the lines of a tile's rows, and the blocks of a step.
 if (unit + thread_index == 0) {
@@ -241,7 +243,7 @@ for (int i = 0; i < RT * DV / 2; i++) acc[i / (DV / 2)][i / 4 % (DV / 8)][i % 4]
 for (int step = first; step <= last; step++) {
   // With one buffer, values are loaded while scores are computed, and the next keys after that. With two buffers, the
   // next step's keys and values are loaded during this step.
-  copies.wait();
+  wait();
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const int next_ids = step < last ? look_up(step + 1) : 0;
   if (BUFFERS == 1) {
@@ -280,7 +282,7 @@ for (int step = first; step <= last; step++) {
     }
   }
   if (BUFFERS == 1) {
-    copies.wait();
+    wait();
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (step < last) load_keys(step + 1, next_ids);
   }

@@ -57,28 +57,6 @@ template <class T>
 inline void store_words(T* target, uint4 words) {
   for (int i = 0; i < 4; i++) __builtin_memcpy((void*)(target + i * 2), (const void*)&words[i], 4);
 }
-template <class Then>
-struct CopiesThen : AsyncCopies {
-  Then act;
-  uint* words[64];
-  const uint* word_sources[64];
-  int n_words = 0;
-  CopiesThen(Then what) : act(what) {}
-  void copy_word(uint* target, const uint* source, bool live) {
-    words[n_words] = target;
-    word_sources[n_words++] = live ? source : nullptr;
-    volatile uint there = *source;
-    *target = 0xffffffff;
-  }
-  void wait() {
-    for (int i = 0; i < n_words; i++) *words[i] = word_sources[i] ? *word_sources[i] : 0;
-    n_words = 0;
-    AsyncCopies::wait();
-    act();
-  }
-};
-template <class Then>
-inline CopiesThen<Then> then(Then what) { return CopiesThen<Then>(what); }
 // Part flags of text/latent_decode.cuh.
 template <int COUNT>
 inline void fewer_registers() {}

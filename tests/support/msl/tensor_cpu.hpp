@@ -120,6 +120,9 @@ struct AsyncCopies {
   Eight* targets[MOST];
   const Eight* sources[MOST];
   int count = 0, ends[MOST_GROUPS], n_groups = 0;
+  uint* words[MOST];
+  const uint* word_sources[MOST];
+  int n_words = 0;
   template <class T>
   void copy(T* target, const T* source, bool live) {
     targets[count] = reinterpret_cast<Eight*>(target);
@@ -127,6 +130,12 @@ struct AsyncCopies {
     volatile ushort readable = reinterpret_cast<const Eight*>(source)->bits[0];
     for (int i = 0; i < 8; i++) targets[count]->bits[i] = 0xffff;
     count++;
+  }
+  void copy_word(uint* target, const uint* source, bool live) {
+    words[n_words] = target;
+    word_sources[n_words++] = live ? source : nullptr;
+    volatile uint there = *source;
+    *target = 0xffffffff;
   }
   void commit() { ends[n_groups++] = count; }
   template <int COUNT>
@@ -141,8 +150,9 @@ struct AsyncCopies {
     count -= there;
   }
   void wait() {
+    for (int i = 0; i < n_words; i++) *words[i] = word_sources[i] ? *word_sources[i] : 0;
     arrive(count);
-    count = n_groups = 0;
+    count = n_groups = n_words = 0;
   }
   void arrive(int until) {
     for (int i = 0; i < until; i++) {
