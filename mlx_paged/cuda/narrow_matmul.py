@@ -46,11 +46,6 @@ class PackedWeight(NamedTuple):
         return packed if packed.shape[1] == layer.group_size * scales.shape[1] else None
 
     @property
-    def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Words, scales and biases."""
-        return self.words, self.scales, self.biases
-
-    @property
     def shape(self) -> tuple[int, int]:
         """Width and depth."""
         return self.words.shape[0], self.words.shape[1] * 32 // self.bits
@@ -192,7 +187,7 @@ def launch(
         outputs.append((1,))
     inputs = [x]
     for w in weights:
-        inputs += w.arrays if isinstance(w, PackedWeight) else [w]
+        inputs += w[:3] if isinstance(w, PackedWeight) else [w]
     if bias is not None:
         inputs.append(bias)
     grid = tiles * threads, -(-x.size // (weights[0].shape[1] * tile)), 1

@@ -14,7 +14,7 @@ import mlx.core as mx
 from . import ops
 from .build import prepare
 from .decode_spec import FENCE, params_of
-from .launch_shape import LaunchShape, Variant, constants_of, shape_for
+from .launch_shape import Variant, constants_of, shape_for
 from .quantized import PageShape
 
 # No window: more than any position.
@@ -53,7 +53,6 @@ def prepare_prefill(
     window: int | None = None,
     stride: int = 1,
     variant: Variant | None = None,
-    launch_shape: LaunchShape | None = None,
     pages: PageShape | None = None,
 ) -> PrefillLaunch:
     """Prepare the launch for the new tokens of B sequences, which pools of this geometry hold already.
@@ -66,7 +65,7 @@ def prepare_prefill(
         tables: block ids by absolute position, int32 ``[B, max_blocks]``.
         counts: new tokens of each sequence, 1 or more.
         lengths: tokens of each sequence, the new ones included.
-        variant, launch_shape: override the choice, for checks and timings.
+        variant: overrides the choice, for checks and timings.
         pages: form of pools of quantised pages.
 
     Raises:
@@ -77,7 +76,7 @@ def prepare_prefill(
     if variant is None:
         shape = dtype, head_dim, value_dim, n_q_heads, n_kv_heads, block_size
         variant = ops.first_working(ops.variants_of(*shape, softcap is not None, sinks, pages, "prefill"))
-    own = launch_shape or shape_for(variant)
+    own = shape_for(variant)
     tiles = tiles_of(counts, lengths, own.rows // variant.gqa, window)
     seen = _NO_WINDOW if window is None or window >= max(lengths) else window
     grid, threads = (len(tiles) * n_kv_heads * 32 * own.simdgroups, 1, 1), 32 * own.simdgroups

@@ -56,7 +56,6 @@ constexpr int TILE = KEYS * 64;        // values of a tile, for all its tokens
 constexpr int STAGE = TILES * TILE;
 constexpr int DP = D - DV;             // values of the rotary part, after the latent
 constexpr float NOTHING = -1.0e30f;
-constexpr float LOG2E = 1.44269504088896341f;
 
 SHARED_ARRAY(T, shared, TILES * M * 64 + 2 * STAGE + 2 * M * 4 + 11 * 4);
 T* const queries = shared;

@@ -46,7 +46,6 @@ const T* const partner_biases = matrix_biases;
 #endif
 #if GATE
 // silu(gate) * up, rounded wherever MLX's operations round.
-constexpr float LOG2E = 1.44269504088896341f;
 auto rounded = [](float value) { return static_cast<float>(static_cast<T>(value)); };
 auto finish = [&](int, float sum, float partner_sum) {
   const float gate = rounded(sum);

@@ -197,13 +197,13 @@ __device__ inline void quantize_row(const T* row, unsigned* page, int at, int la
 #endif
 
 #pragma kernel
+constexpr float NOTHING = -3.0e38f;
+
 // join_partitions --------------------------------------------------------------------------------------------------
 
 #if JOIN
 // join_partitions joins the partitions that the COMMON kernels store for a line (row and query head), as the OWN kernels
 // join their runs. Grid: x = line; a thread handles four values. The head's sink is added at the end.
-constexpr float NOTHING = -3.0e38f;
-constexpr float LOG2E = 1.44269504088896341f;
 const int n_heads = partial_shape[1];
 const int line = blockIdx.x;
 const int row = line / n_heads;
@@ -282,8 +282,6 @@ constexpr int AT_ONCE = DV <= 64 || GROUPS > 3 ? 8 : 16;  // runs; more do not f
 constexpr int WAITS = 1;
 #endif
 constexpr int CHUNK = 16 * U;
-constexpr float NOTHING = -3.0e38f;
-constexpr float LOG2E = 1.44269504088896341f;
 
 __shared__ float tg_m[SG * NT * 8];
 __shared__ float tg_l[SG * NT * 8];

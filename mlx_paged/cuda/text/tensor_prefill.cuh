@@ -48,7 +48,6 @@ constexpr int VW = DV + 8;
 constexpr int STAGE = KEYS * (KW + VW);
 constexpr int BLOCKS = KEYS > BS ? KEYS / BS : 1;  // blocks that KEYS tokens span
 constexpr float NOTHING = -1.0e30f;
-constexpr float LOG2E = 1.44269504088896341f;
 
 SHARED_ARRAY(T, shared, STAGE * BUFFERS + (QS ? M * KW : 0));
 T* const queries = shared + STAGE * BUFFERS;

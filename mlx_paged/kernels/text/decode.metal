@@ -31,7 +31,6 @@ constexpr int R = NS / OWNERS;                           // scores per owner
 constexpr int BLOCKS = CHUNK > BS ? CHUNK / BS : 1;      // blocks that a chunk spans
 constexpr int STRIPES = SG / HS;
 constexpr float NOTHING = -3.0e38f;
-constexpr float LOG2E = 1.44269504088896341f;
 
 threadgroup float tg_m[SG * HG];
 threadgroup float tg_l[SG * HG];

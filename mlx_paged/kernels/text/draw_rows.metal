@@ -9,7 +9,6 @@
 constexpr float FLOOR = -2.0e38f;   // below every logit
 constexpr float LEAST = -1.0e38f;   // smaller logits are raised to this; their weight is 0
 constexpr float MIN_POWER = -200.0f;
-constexpr float LOG2E = 1.44269504088896341f;
 constexpr uint MOST = 1024u;        // limit of draws; at most 1 + 1/2 + ... + 1/vocab are expected, about 12
 
 threadgroup float tg_weight[SG];

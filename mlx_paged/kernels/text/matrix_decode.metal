@@ -52,7 +52,6 @@ constexpr int RT = (G + 7) / 8;
 constexpr int LINES = 8 * RT;
 constexpr int SHARE = KEYS / 4;  // scores of a row per lane
 constexpr float NOTHING = -1.0e30f;
-constexpr float LOG2E = 1.44269504088896341f;
 threadgroup T queries[LINES * D];
 threadgroup float scores[SG * LINES * KEYS];
 threadgroup T weights[SG * LINES * KEYS];

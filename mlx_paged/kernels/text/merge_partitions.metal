@@ -2,7 +2,6 @@
 // denominator here.
 // Grid: x = line, SG simdgroups. Only partitions with visible tokens are read.
 constexpr float NOTHING = -3.0e38f;
-constexpr float LOG2E = 1.44269504088896341f;
 
 const int n_partitions = stats_shape[1];
 const int q_len = ends_shape[1];

@@ -1,5 +1,6 @@
 // What kernels need beyond MSL and MLX's own preamble: on Metal, words and loads that prelude.cuh defines for CUDA; then,
 // for both, partitions, and the quantisation of pages.
+#define LOG2E 1.44269504088896341f  // of scores, for powers of two
 #if METAL
 #define FUNCTION inline
 #define GLOBAL device  // address space of inputs and outputs

@@ -282,7 +282,7 @@ def put_rows(pool: mx.array, form: QuantizedRows, blocks: mx.array, offsets: mx.
 def dequantized(weight: narrow_matmul.Matrix) -> mx.array:
     if not isinstance(weight, PackedWeight):
         return weight
-    return mx.dequantize(*weight.arrays, weight.shape[1] // weight.scales.shape[1], weight.bits)
+    return mx.dequantize(*weight[:3], weight.shape[1] // weight.scales.shape[1], weight.bits)
 
 
 def decline(geometry: Geometry, block_size: int, heads: QueryHeads) -> str | None:
