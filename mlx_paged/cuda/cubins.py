@@ -18,15 +18,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import check_device
-from ..kernels.bodies import text_of
-from ..kernels.build import (
-    Constants,
-    KernelText,
-    NoKernelError,
-    condensed,
-    kernel_source,
-    warn_when_compiling,
-)
+from ..kernels.build import Constants, KernelText, NoKernelError, warn_when_compiling
 from .launch import CompiledKernel, Source, load, source_of
 
 # The compiler -------------------------------------------------------------------------------------------------------
@@ -254,13 +246,6 @@ def folder_path() -> Path:
 # Kernels (docs/adr/0011) ---------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1024)
-def cuda_source(body: str, constants: Constants) -> Source:
-    """Return the source of a kernel for NVRTC."""
-    header, source = (condensed(text) for text in kernel_source(body, "cuda", constants))
-    return source_of(body, text_of("types.cuh") + header, source, dict(constants))
-
-
 def compiled_kernel(body: str, constants: Constants) -> CompiledKernel:
     """Return a kernel compiled by this package: MLX would parse all of CUDA's headers for each text in each process,
     about 2 s. Raises RuntimeError if it does not compile, or NVRTC cannot be loaded."""
@@ -268,7 +253,7 @@ def compiled_kernel(body: str, constants: Constants) -> CompiledKernel:
     if known is None:
         raise NoKernelError("NVRTC, CUDA's runtime compiler, cannot be loaded")
     with warn_when_compiling():
-        return known.kernel(cuda_source(body, constants))
+        return known.kernel(source_of(body, constants))
 
 
 def compile_ahead(kernels: Iterable[KernelText]) -> None:
@@ -276,7 +261,7 @@ def compile_ahead(kernels: Iterable[KernelText]) -> None:
     known = cubins()
     if known is not None:
         for kernel in kernels:
-            known.start(cuda_source(*kernel))
+            known.start(source_of(*kernel))
 
 
 def compiler_name() -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..kernels.bodies import BODIES
-from ..kernels.build import TYPE_NAMES
+from ..kernels.bodies import BODIES, text_of
+from ..kernels.build import TYPE_NAMES, Constants, condensed, kernel_source
 
 # Strides of inputs [batch, heads, length, dim] that a text may read with strides; heads and dim are the pool's. Values
 # come from a projection and are [batch, length, heads, dim] in memory; rotation has left keys row-contiguous.
@@ -47,16 +48,11 @@ class Source(NamedTuple):
     has_rows: bool = False
 
 
-def source_of(body: str, header: str, source: str, constants: Mapping[str, Any]) -> Source:
-    """Return the complete source of a kernel.
-
-    Args:
-        body: the kernel's body.
-        header: goes before the kernel.
-        source: statements of the kernel, which declare its constants.
-        constants: of the kernel; T and O are dtypes.
-    """
-    record = BODIES[body]
+@lru_cache(maxsize=1024)
+def source_of(body: str, given: Constants) -> Source:
+    """Return the complete source of a kernel for NVRTC."""
+    header, source = (condensed(text) for text in kernel_source(body, "cuda", given))
+    record, constants = BODIES[body], dict(given)
     inputs, outputs = record.inputs, record.outputs
 
     def kind(name: str) -> str:
@@ -77,7 +73,7 @@ def source_of(body: str, header: str, source: str, constants: Mapping[str, Any])
             steps = _STRIDES[name].format_map(constants)
             declared.append(f"const int64_t {name}_strides[] = {{{steps}}};")
     bounds = f"__launch_bounds__({32 * constants['SG']}, {constants['GROUPS']}) " if "GROUPS" in constants else ""
-    before = f'{header}namespace mlx::core::cu {{\nextern "C" __global__ void {bounds}'
+    before = f'{text_of("types.cuh")}{header}namespace mlx::core::cu {{\nextern "C" __global__ void {bounds}'
     # A launch without arrays does nothing: it makes MLX load the machine code (see load).
     start = [f"({', '.join(parameters)}) {{", f"if ({outputs[0]} == nullptr) return;"]
     after = "\n".join([*start, *declared, source]) + "}\n}\n"

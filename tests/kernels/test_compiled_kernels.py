@@ -102,7 +102,7 @@ def parameters(source: Source) -> list[str]:
 def test_launch_passes_the_declared_parameters(mlx: FakeMLX, body: str, constants: Constants) -> None:
     launch_alone(body, constants, build_kernel)
     (call,) = mlx.calls
-    source = compiled.cuda_source(body, constants)
+    source = compiled.source_of(body, constants)
     assert call["name"] == source.name and call["compiled_source"] == short_name(b"code")
     (load,) = mlx.loads
     assert load["name"] == source.name and load["compiled_source"] == b"code"
@@ -131,7 +131,7 @@ def test_texts_compile_without_a_header(tmp_path: Path, body: str, constants: Co
         pytest.skip("needs CUDA's compiler")
     if constants is None:
         constants = narrow_matmul.kernel_key(body, mx.float16, narrow_matmul.SMALL)[1]
-    source = compiled.cuda_source(body, constants)
+    source = compiled.source_of(body, constants)
     assert "#include" not in source.text
     # NVRTC needs no header; nvcc predefines only some of these names.
     (tmp_path / "kernel.cu").write_text(f"#include <cstdint>\n{source.text}")
