@@ -88,7 +88,7 @@ DENSE_DEFECTS = {  # of code shared with quantised pages, too
     "runs that are not there joined": ("join_if(p + i < n, ", "join_if(true, "),
     "states joined wrong": ("b = {m, ::fmaf(b.l, wb, a.l * wa)};", "b = {m, b.l * wb + a.l};"),
     "sink of another head": ("sinks[first_head + head]", "sinks[first_head]"),
-    "no barrier before the join": ("__syncthreads();\nfor (int item = threadIdx.x; item < HR", "for (int item = threadIdx.x; item < HR"),
+    "no barrier before the join": ("__syncthreads();\n      for (int item = threadIdx.x; item < HR", "for (int item = threadIdx.x; item < HR"),
     "never appended": ("if (fresh >= lo && fresh < hi", "if (fresh < -1 && fresh < hi"),
     "fence input dropped": ("fence[0] + 1u", "1u"),
 }  # fmt: skip

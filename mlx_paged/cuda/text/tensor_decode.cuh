@@ -599,8 +599,8 @@ if (first <= last && (n_rows == 1 || HEADS > G)) {
     const int part_end = metal::min(last_chunk, (origin + (first + part + 1) * size) / CHUNK - 1);
     for (; chunk <= part_end; chunk += SG) {
       const bool more = chunk + SG <= last_chunk;
-#if PAGED
       float scores[NT][U][4];  // (token r, columns 2c and 2c + 1), then token r + 8
+#if PAGED
       UNROLL
       for (int n = 0; n < NT; n++) {
         UNROLL
@@ -617,9 +617,47 @@ if (first <= last && (n_rows == 1 || HEADS > G)) {
           }
         }
       }
+#elif QUANTIZED
+      UNROLL
+      for (int u = 0; u < U; u++) {
+        UNROLL
+        for (int g = 0; g < KG; g++) {
+          float products[NT][4];
+          UNROLL
+          for (int i = 0; i < NT * 4; i++) products[i / 4][i % 4] = KINDS<KBITS> == 2 ? base[i / 4][g][i % 2] : -OFFSET * sums[i / 4][g][i % 2];
+          UNROLL
+          for (int e = 0; e < GS / 32; e++) {
+            unsigned a[4], b[4];
+            code_pairs<KBITS>(&keys[u][0][g][e * KBITS / 4], a);
+            code_pairs<KBITS>(&keys[u][1][g][e * KBITS / 4], b);
+            UNROLL
+            for (int n = 0; n < NT; n++) {
+              const auto& column = query[n][g][e];
+              mma<Half>(products[n], a[0], b[0], a[1], b[1], column[0], column[1]);
+              mma<Half>(products[n], a[2], b[2], a[3], b[3], column[2], column[3]);
+            }
+          }
+          UNROLL
+          for (int half = 0; half < 2; half++) {
+            const auto& factors = key_factors[u][half];
+            const float scale = value_of<T>(factors[g / 2], g % 2), bias = value_of<T>(factors[(KG + g) / 2], (KG + g) % 2);
+            UNROLL
+            for (int n = 0; n < NT; n++) {
+              UNROLL
+              for (int i = 0; i < 2; i++) {
+                float& score = scores[n][u][half * 2 + i];
+                const float product = g == 0 ? bias * sums[n][g][i] : ::fmaf(bias, sums[n][g][i], score);
+                score = ::fmaf(scale, products[n][half * 2 + i], product);
+              }
+            }
+          }
+        }
+      }
+#endif
       if (more) load_keys(chunk + SG, ids);
 
       float top[NT][2], shrink[NT][2];
+      bool grown = false;
       UNROLL
       for (int n = 0; n < NT; n++) {
         top[n][0] = m[n][0];
@@ -629,7 +667,11 @@ if (first <= last && (n_rows == 1 || HEADS > G)) {
           UNROLL
           for (int i = 0; i < 4; i++) {
             const int token = chunk * CHUNK + u * 16 + i / 2 * 8 + r;
+#if PAGED
             float s = product(scores[n][u][i], gain);
+#elif QUANTIZED
+            float s = scores[n][u][i] * gain[n][i % 2];
+#endif
             if (SOFTCAP) s = product(::tanhf(s), params[1] * LOG2E);
             scores[n][u][i] = token >= lo && token < hi ? s : NOTHING;
             top[n][i % 2] = ::fmaxf(top[n][i % 2], scores[n][u][i]);
@@ -642,10 +684,20 @@ if (first <= last && (n_rows == 1 || HEADS > G)) {
           x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
           x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
           shrink[n][i] = metal::fast::exp2(m[n][i] - x);
+          grown = grown || shrink[n][i] != 1.0f;
           m[n][i] = x;
           l[n][i] = product(l[n][i], shrink[n][i]);
         }
+#if QUANTIZED
+        UNROLL
+        for (int i = 0; i < U * 4; i++) {
+          float& s = scores[n][i / 4][i % 4];  // a weight from here on; 0 for dead tokens, since each chunk has a live one
+          s = metal::fast::exp2(s - top[n][i % 2]);
+          l[n][i % 2] += s;
+        }
+#endif
       }
+#if PAGED
       UNROLL
       for (int n = 0; n < NT; n++) {
         UNROLL
@@ -689,80 +741,6 @@ if (first <= last && (n_rows == 1 || HEADS > G)) {
         }
       }
 #elif QUANTIZED
-      float scores[NT][U][4];  // (token r, heads 2c and 2c + 1), then token r + 8
-      UNROLL
-      for (int u = 0; u < U; u++) {
-        UNROLL
-        for (int g = 0; g < KG; g++) {
-          float products[NT][4];
-          UNROLL
-          for (int i = 0; i < NT * 4; i++) products[i / 4][i % 4] = KINDS<KBITS> == 2 ? base[i / 4][g][i % 2] : -OFFSET * sums[i / 4][g][i % 2];
-          UNROLL
-          for (int e = 0; e < GS / 32; e++) {
-            unsigned a[4], b[4];
-            code_pairs<KBITS>(&keys[u][0][g][e * KBITS / 4], a);
-            code_pairs<KBITS>(&keys[u][1][g][e * KBITS / 4], b);
-            UNROLL
-            for (int n = 0; n < NT; n++) {
-              const auto& column = query[n][g][e];
-              mma<Half>(products[n], a[0], b[0], a[1], b[1], column[0], column[1]);
-              mma<Half>(products[n], a[2], b[2], a[3], b[3], column[2], column[3]);
-            }
-          }
-          UNROLL
-          for (int half = 0; half < 2; half++) {
-            const auto& factors = key_factors[u][half];
-            const float scale = value_of<T>(factors[g / 2], g % 2), bias = value_of<T>(factors[(KG + g) / 2], (KG + g) % 2);
-            UNROLL
-            for (int n = 0; n < NT; n++) {
-              UNROLL
-              for (int i = 0; i < 2; i++) {
-                float& score = scores[n][u][half * 2 + i];
-                const float product = g == 0 ? bias * sums[n][g][i] : ::fmaf(bias, sums[n][g][i], score);
-                score = ::fmaf(scale, products[n][half * 2 + i], product);
-              }
-            }
-          }
-        }
-      }
-      if (more) load_keys(chunk + SG, ids);
-
-      bool grown = false;
-      float shrink[NT][2];
-      UNROLL
-      for (int n = 0; n < NT; n++) {
-        float top[2] = {m[n][0], m[n][1]};
-        UNROLL
-        for (int u = 0; u < U; u++) {
-          UNROLL
-          for (int i = 0; i < 4; i++) {
-            const int token = chunk * CHUNK + u * 16 + i / 2 * 8 + r;
-            float s = scores[n][u][i] * gain[n][i % 2];
-            if (SOFTCAP) s = product(::tanhf(s), params[1] * LOG2E);
-            scores[n][u][i] = token >= lo && token < hi ? s : NOTHING;
-            top[i % 2] = ::fmaxf(top[i % 2], scores[n][u][i]);
-          }
-        }
-        UNROLL
-        for (int i = 0; i < 2; i++) {
-          top[i] = ::fmaxf(top[i], simd_shuffle_xor(top[i], 4));
-          top[i] = ::fmaxf(top[i], simd_shuffle_xor(top[i], 8));
-          top[i] = ::fmaxf(top[i], simd_shuffle_xor(top[i], 16));
-          shrink[n][i] = metal::fast::exp2(m[n][i] - top[i]);
-          grown = grown || shrink[n][i] != 1.0f;
-          m[n][i] = top[i];
-          l[n][i] = product(l[n][i], shrink[n][i]);
-        }
-        UNROLL
-        for (int u = 0; u < U; u++) {
-          UNROLL
-          for (int i = 0; i < 4; i++) {
-            float& s = scores[n][u][i];  // a weight from here on; 0 for dead tokens, since each chunk has a live one
-            s = metal::fast::exp2(s - top[i % 2]);
-            l[n][i % 2] += s;
-          }
-        }
-      }
       // Most chunks raise no maximum, and no largest scale.
       if (simd_any(grown)) {
         UNROLL
