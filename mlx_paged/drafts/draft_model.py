@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -240,22 +241,25 @@ class DraftModel:
             return
         mx.eval(inputs)  # keeps the step under way out of that time
         begin, left = self.depth.clock(), CHUNK
+        spans: list[Span] = []
         for row in behind:
-            if left <= 0:
-                break
-            own = self.rows[row]
+            own, known = self.rows[row], num_known(row)
             if self.depth.is_trial:
-                own.end = max(own.end, num_known(row) - TRIAL_CONTEXT)
-            count = min(left, num_known(row) - own.end)
-            tokens = _tokens(row, own.end, own.end + count)
-            left -= count
-            try:
-                self.forward(mx.array(tokens, mx.uint32)[None], own.caches, [Span(row, own.end, own.end + count)])
-                mx.eval(self.pool.ready())
-            except PoolExhaustedError:
-                self.remove([row])
-                continue
-            own.end += count
+                own.end = max(own.end, known - TRIAL_CONTEXT)
+            if left > 0:
+                spans.append(Span(row, own.end, min(known, own.end + left)))
+                left -= spans[-1].end - own.end
+        call = ModelCall(
+            [self.rows[span.row] for span in spans],
+            [span.end - span.begin for span in spans],
+            together=len(spans) > 1,
+        )
+        tokens = mx.array([token for span in spans for token in _tokens(*span)], mx.uint32)
+        with suppress(NoBlocksError):  # the row that lacked blocks gets no drafts; the others wait for the next time
+            self._run(call, [span.row for span in spans], tokens, spans)
+            mx.eval(self.pool.ready())
+            for span in spans:
+                self.rows[span.row].end = span.end
         self.depth.note_prompt(self.depth.clock() - begin)
 
     def _draft(self, rows: Sequence[Request], chosen: dict[int, int], inputs: mx.array, vocab_size: int) -> Proposal:
