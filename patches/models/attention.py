@@ -92,8 +92,9 @@ def rotated(
     On a CPU one token's queries and keys are rotated together, because MLX computes the angles in each call, with as
     many operations as the rotation itself: 92 us a layer instead of 157, with the same bits.
     """
-    if queries.shape[2] > 1 or mx.default_device().type != mx.DeviceType.cpu or queries.dtype != keys.dtype:
-        if isinstance(offset, int) and backend() == "cuda":
+    is_prompt = queries.shape[2] > 1
+    if is_prompt or mx.default_device().type != mx.DeviceType.cpu or queries.dtype != keys.dtype:
+        if is_prompt and isinstance(offset, int) and backend() == "cuda":
             offset = position_of(offset)
         return rope(queries, offset=offset), rope(keys, offset=offset)
     both: mx.array = rope(mx.concatenate([queries, keys], axis=1), offset=offset)
@@ -102,8 +103,9 @@ def rotated(
 
 @lru_cache(maxsize=64)
 def position_of(offset: int) -> mx.array:
-    """Return a position as an array ``[1]`` on a CUDA device, cached. Given a number, MLX makes one in each call, in
-    memory shared with the host, whose pages migrate there and back."""
+    """Return the position of a prompt's chunk as an array ``[1]`` on a CUDA device, cached: many prompts begin at 0.
+    Given a number, MLX makes an array in each call, in memory shared with the host, whose pages migrate there and back.
+    """
     position = DeviceRows().of(np.array([offset], np.int32))
     mx.eval(position)
     return position
