@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
@@ -181,15 +182,15 @@ class Depth:
         self.caller = 0
         self.clock = clock
         self._prompt_price = prompt_price
-        self._plain: dict[int, _Average] = {}  # seconds of a plain step, by number of rows
-        self._times: dict[int, _Times] = {}  # by bit length of the number of rows
+        self._plain: defaultdict[int, _Average] = defaultdict(_Average)  # seconds of a plain step, by number of rows
+        self._times: defaultdict[int, _Times] = defaultdict(_Times)  # by bit length of the number of rows
         self._last: _Step | None = None
         # The step before, if it was the first with drafts after a plain one, and its seconds.
         self._first: tuple[_Step | None, float] = (None, 0.0)
         self._since_measured = 0  # steps with drafts since a plain one was timed
 
     def _times_of(self, num_rows: int) -> _Times:
-        return self._times.setdefault(num_rows.bit_length(), _Times())
+        return self._times[num_rows.bit_length()]
 
     def begin(self, num_rows: int, *, is_like_last: bool) -> None:
         """Note that a step begins, and the time of the last one, which ends now: the caller's work in between counts.
@@ -205,7 +206,7 @@ class Depth:
 
     def _note_time(self, step: _Step, seconds: float, is_measured: bool) -> None:
         (first, waited), self._first = self._first, (None, 0.0)
-        times, plain = self._times_of(step.num_rows), self._plain.setdefault(step.num_rows, _Average())
+        times, plain = self._times_of(step.num_rows), self._plain[step.num_rows]
         is_measured = is_measured and (plain.value > 0 or not step.drafts)
         if first is not None:
             if is_measured and not step.drafts and plain.value > 0:
@@ -248,8 +249,7 @@ class Depth:
 
     def may_choose(self, num_rows: int) -> bool:
         """Return whether rows could get drafts in the current step; if not, proposers need not search for any."""
-        known, times = self._plain.get(num_rows), self._times_of(num_rows)
-        is_known = known is not None and known.count >= LEAST_KNOWN
+        times, is_known = self._times_of(num_rows), self._plain[num_rows].count >= LEAST_KNOWN
         return is_known and self._since_measured < MEASURE_EVERY and (times.left <= 0 or times.may_pay(num_rows))
 
     def choose(self, rows: Sequence[Candidate], num_rows: int) -> list[int]:
