@@ -26,7 +26,7 @@ def test_bits_do_not_depend_on_runs(bits):
 
 
 @pytest.mark.parametrize(
-    "shape", slow({"unroll": 2}, {"unroll": 4, "simdgroups": 8, "head_round": 1}, {"partition": 64, "span": 1}),
+    "shape", slow({"U": 2}, {"U": 4, "simdgroups": 8, "HR": 1}, {"partition": 64, "span": 1}),
     ids=str
 )  # fmt: skip
 def test_every_launch_shape_matches_reference(shape):
