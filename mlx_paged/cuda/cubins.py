@@ -17,7 +17,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import check_device
+from ..errors import check_device, without_frames
 from ..kernels.build import Constants, KernelText, NoKernelError, warn_when_compiling
 from .launch import CompiledKernel, Source, load, source_of
 
@@ -181,7 +181,15 @@ class Cubins:
         """Start to compile a text unless that has been done. Return its machine code, or the compiler's error."""
         with self._lock:
             if source.name not in self._futures:
-                self._futures[source.name] = self._threads.submit(self._machine_code, source.text)
+                try:
+                    future = self._threads.submit(self._machine_code, source.text)
+                except RuntimeError:  # the main thread has ended, or no thread can start: this one compiles
+                    future = Future()
+                    try:
+                        future.set_result(self._machine_code(source.text))
+                    except Exception as error:
+                        future.set_exception(without_frames(error))
+                self._futures[source.name] = future
             return self._futures[source.name]
 
     def kernel(self, source: Source) -> CompiledKernel:

@@ -62,8 +62,27 @@ def test_texts_are_compiled_in_parallel_and_each_once() -> None:
     ]
 
 
-def test_an_error_of_the_compiler_keeps_nothing_of_its_callers() -> None:
+@pytest.mark.parametrize("why", ["no more threads", "the main thread has ended"])
+def test_without_threads_the_caller_compiles(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    made = make(FakeCompiler(), None)
+    if why == "no more threads":
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    else:
+        made._threads.shutdown()
+    for _ in range(2):
+        assert made.start(source("a")).result(WAIT_SECONDS) == b"TEXT OF A FOR sm_90"
+        with pytest.raises(RuntimeError, match="does not compile"):
+            made.kernel(source("b", "wrong"))
+
+
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_an_error_of_the_compiler_keeps_nothing_of_its_callers(has_threads: bool) -> None:
     made, kept = make(FakeCompiler(), None), set[int]()
+    if not has_threads:
+        made._threads.shutdown()
     alive = weakref.ref(kept)
 
     def use(held: set[int]) -> None:
