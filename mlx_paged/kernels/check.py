@@ -98,8 +98,12 @@ def decode_difference(variant: Variant, contexts: Sequence[int] = (), q_len: int
 
 
 @lru_cache(maxsize=64)
-def pool_check(variant: Variant) -> CheckResult:
-    """Return the result of writing and reading back blocks of a variant's pool, for attention without it."""
+def check_pool(variant: Variant) -> None:
+    """Write blocks of a variant's pool and read them back, once per process, for attention without the variant.
+
+    Raises:
+        RuntimeError: the kernels that do so fail. That is not kept: the device may have lacked memory.
+    """
 
     def difference() -> float:
         rows = _Rows(variant, [variant.block_size + 1, 2 * variant.block_size])
@@ -107,7 +111,9 @@ def pool_check(variant: Variant) -> CheckResult:
         rows.read_back()
         return 0.0
 
-    return outcome_of(difference)
+    result = outcome_of(difference)
+    if not result.ok:
+        raise RuntimeError(result.reason)
 
 
 def shared_difference(variant: Variant) -> float:

@@ -7,10 +7,10 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
-from ..errors import BlocksUnavailableError, KernelUnavailableError
+from ..errors import BlocksUnavailableError, KernelUnavailableError, check_device
 from ..kernels import availability
 from ..kernels import ops as kernels
-from ..kernels.check import checked, pool_check
+from ..kernels.check import check_pool, checked
 from ..kernels.launch_shape import DECODE_BODIES, Use, Variant
 from .block_table import BlockTable
 from .device_blocks import DeviceBlocks, pages_of
@@ -153,8 +153,10 @@ def without_kernel(geometry: Geometry, block_size: int, why: str) -> BlocksChoic
         return BlocksChoice(HostBlocks, why)
     _, k_dim, v_dim, dtype, _ = geometry
     pages = pages_of(geometry)
-    body, backend = DECODE_BODIES[pages is not None], availability.backend() or ""
-    fault = pool_check(Variant(body, backend, dtype, k_dim, v_dim, 1, block_size, pages=pages)).reason
-    if fault:
-        raise BlocksUnavailableError(f"the kernels that write and gather blocks do not work here: {fault}")
+    body = DECODE_BODIES[pages is not None]
+    try:
+        check_pool(Variant(body, availability.backend() or "", dtype, k_dim, v_dim, 1, block_size, pages=pages))
+    except RuntimeError as error:
+        check_device(error)
+        raise BlocksUnavailableError(f"the kernels that write and gather blocks do not work here: {error}") from error
     return BlocksChoice(DeviceBlocks, why)

@@ -10,12 +10,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged.errors import BlocksUnavailableError
 from mlx_paged.kernels import build
 from mlx_paged.kernels import check as kernel_check
 from mlx_paged.kernels import ops as kernels
-from mlx_paged.kernels.check import self_check
+from mlx_paged.kernels.check import CheckResult, self_check
 from mlx_paged.kernels.launch_shape import Variant
 from mlx_paged.kernels.quantized import PageShape, new_blocks
+from mlx_paged.kv.blocks import BlocksChoice, without_kernel
+from mlx_paged.kv.device_blocks import DeviceBlocks
+from mlx_paged.kv.geometry import Geometry
 from scripts.support.paged_decode import gather_blocks, write_slots
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.fake_kernels import fake_kernels
@@ -109,6 +113,22 @@ def test_rows_unlike_mlxs_quantisation_are_found(plant: object, monkeypatch: pyt
     monkeypatch.setattr(kernels, "prepare_gather", other)
     result = self_check(VARIANT._replace(body="quantized_decode", pages=PAGES))
     assert not result.ok and "quantised rows differ from MLX's" in result.reason
+
+
+def test_kernels_of_a_pool_are_checked_until_they_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = Geometry(2, 64, 64, mx.float32, None)
+    results = [CheckResult(reason == "", 0.0, 0.1, reason) for reason in ("no memory", "")]
+    monkeypatch.setattr(kernel_check, "outcome_of", lambda difference: results.pop(0))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    kernel_check.check_pool.cache_clear()
+    try:
+        with pytest.raises(BlocksUnavailableError, match="write and gather blocks do not work here: no memory"):
+            without_kernel(geometry, 16, "")
+        for _ in range(2):
+            assert without_kernel(geometry, 16, "kernel=off") == BlocksChoice(DeviceBlocks, "kernel=off")
+        assert not results
+    finally:
+        kernel_check.check_pool.cache_clear()
 
 
 class Texts:
