@@ -14,6 +14,7 @@ from .group import Group
 from .lock import PoolLock
 
 UNLIMITED = 1 << 62
+MOST_SLOTS = (1 << 31) - 1  # of a group: kernels take slots and positions as int32
 # Layers with a sliding window may take what this many sequences need, each while it takes this many tokens at a time:
 # mlx-lm's defaults for batches and for prompts.
 WINDOW_ROWS, WINDOW_CHUNK = 32, 2048
@@ -30,8 +31,8 @@ def divided(groups: Sequence[Group], budget: int) -> list[int]:
     sequences have the same lengths.
 
     Returns:
-        The most blocks of each group, null block included; larger budgets give no fewer. Those of a group whose
-        geometry is not known are not counted.
+        The most blocks of each group, null block included, of up to MOST_SLOTS tokens; larger budgets give no fewer.
+        Those of a group whose geometry is not known are not counted.
     """
     sizes = [group.bytes_per_block for group in groups]
     budget -= 2 * sum(sizes)  # of each group the null block and one more
@@ -42,10 +43,11 @@ def divided(groups: Sequence[Group], budget: int) -> list[int]:
     of_windows = budget if one else 0
     if one and others:
         of_windows = min(WINDOW_ROWS * one, max(budget // 2, min(one, budget * 3 // 4)))
-    return [
+    shares = [
         2 + (of_windows * row // one if is_windowed else (budget - of_windows) // others) if size else UNLIMITED
         for row, size, is_windowed in zip(rows, sizes, windowed, strict=True)
     ]
+    return [min(share, MOST_SLOTS // group.block_size) for share, group in zip(shares, groups, strict=True)]
 
 
 class BlockHolder(Protocol):

@@ -100,6 +100,13 @@ def test_groups_without_windows_get_as_many_blocks_each() -> None:
     assert parts(1 << 20, None, (1, 3)) == pytest.approx([(1 << 20) / 4, (3 << 20) / 4], rel=0.01)
 
 
+def test_slots_of_a_group_fit_32_bits_whatever_the_budget() -> None:
+    groups = make_pool().groups
+    assert all(
+        0 < blocks * group.block_size < 1 << 31 for blocks, group in zip(divided(groups, 1 << 60), groups, strict=True)
+    )
+
+
 def test_larger_budgets_hold_no_less() -> None:
     pool = make_pool()
     before = [0, 0]
