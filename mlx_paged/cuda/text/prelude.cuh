@@ -53,7 +53,9 @@ struct alignas(sizeof(T) * N) Packet {
   T part[N];
 };
 template <int BYTES>
-struct RawPacket {
+struct RawPacket;
+template <>
+struct RawPacket<16> {
   using type = uint4;
 };
 template <>
