@@ -10,7 +10,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_paged
 from mlx_paged import ConfigError, PagedConfig, RequestFailedError
-from mlx_paged.drafts.draft_model import DraftModel
+from mlx_paged.drafts.draft_model import MOST_BEHIND, DraftModel
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from scripts.support import model_configs
@@ -150,6 +150,35 @@ def test_pools_keep_to_the_budget_and_rows_without_room_get_no_drafts(is_shared:
         other.memory.budget = kv_budget(draft, 7, 8)
     assert answers(gen, [p for p, _, _ in expected], [TOKENS] * 3) == [tokens for _, tokens, _ in expected]
     assert is_shared or own.stats().preemptions == 0
+    check_nothing_left(gen, model, draft)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "has_room"), [("llama", True), ("llama", False), *slow(*((name, True) for name in FAMILIES[1:]))]
+)
+def test_prompts_of_several_rows_are_read_in_one_call(
+    name: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room for both prompts in the draft model's pool, one row gets no drafts, and the other does."""
+    model, draft, prompts = model_of(name), noisy(name, SCALES.get(name, 0.03)), prompts_of(name, (41, 53))
+    expected = [greedy(model, mx.array(prompt, mx.uint32), TOKENS)[0] for prompt in prompts]
+    read: list[int] = []  # rows in each call for prompts
+    original = DraftModel.forward
+
+    def count(self: DraftModel, tokens: mx.array, layers: list[Any], spans: Any = (), before: Any = None) -> Any:
+        if any(span.end - span.begin > MOST_BEHIND for span in spans):
+            read.append(len(spans))
+        return original(self, tokens, layers, spans, before)
+
+    monkeypatch.setattr(DraftModel, "forward", count)
+    mlx_paged.apply_patches(PagedConfig(block_size=8))
+    gen = drafting_generator(model, draft)
+    if not has_room:
+        mlx_paged.pool_of(draft).memory.budget = kv_budget(draft, 13, 8)
+    assert answers(gen, prompts, [TOKENS] * 2) == expected
+    assert (2 in read) == has_room and read
+    assert mlx_paged.pool_of(model).stats().accepted_tokens > 0
     check_nothing_left(gen, model, draft)
 
 
