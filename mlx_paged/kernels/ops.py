@@ -261,7 +261,7 @@ def pool_texts(
 
 def _pool_text(name: str, k_pool: mx.array, v_pool: mx.array, pages: PageShape | None, stored: bool) -> KernelText:
     dtype, _, block_size, *dims = geometry_of(k_pool, v_pool, pages)
-    return pool_texts(dtype, *dims, block_size, pages)[f"{name} stored" if stored and pages is not None else name]
+    return pool_texts(dtype, *dims, block_size, pages)[f"{name} stored" if stored else name]
 
 
 # Takes pools of keys and of values, their fence, and rows of keys and values ``[B, n_kv_heads, length, head_dim]`` in
@@ -335,11 +335,11 @@ def copy_blocks(
 
     source and target: block ids, as many of each; no block may be in both, and none twice in target.
     """
-    block_size = k_pool.shape[2]
+    block_size, stored = k_pool.shape[2], pages is not None
     slots = (np.array(target, np.int32)[:, None] * block_size + np.arange(block_size, dtype=np.int32)).reshape(-1)
-    gather = prepare_gather(k_pool, v_pool, source, 0, len(source) * block_size, pages, stored=True)
+    gather = prepare_gather(k_pool, v_pool, source, 0, len(source) * block_size, pages, stored=stored)
     k, v, fence = gather(k_pool, v_pool, fence)
-    return prepare_write(k_pool, v_pool, mx.array(slots), pages, stored=True)(k_pool, v_pool, fence, k, v)
+    return prepare_write(k_pool, v_pool, mx.array(slots), pages, stored=stored)(k_pool, v_pool, fence, k, v)
 
 
 def _round_up(value: int, multiple: int) -> int:

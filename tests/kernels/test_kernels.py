@@ -42,6 +42,18 @@ def test_without_a_gpu_nothing_is_built():
     assert kernel_build.build_kernel.cache_info().currsize == 0
 
 
+def test_a_copy_of_a_block_has_a_thread_for_each_packet_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = []
+
+    def prepare(text, grid, threads, outputs):
+        grids.append(grid)
+        return lambda inputs: [mx.zeros(shape, dtype) for shape, dtype in outputs]
+
+    monkeypatch.setattr(kernels, "prepare", prepare)
+    kernels.copy_blocks(*pools(4, n_kv=2, block=16, dim=64), kernels.new_fence(), [1, 3], [2, 0])
+    assert grids == [(2 * 16 * 64 // 4, 2, 1), (2 * 16 * 2 * 32, 1, 1)]  # a gather; a write with a simdgroup per row
+
+
 @pytest.mark.parametrize(
     ("shape", "n_q_heads", "why"),
     [((3, 2, 16, 72), 4, "head_dim"), ((3, 2, 12, 64), 4, "block size"), ((3, 1, 16, 64), 17, "query heads"),
