@@ -93,7 +93,8 @@ def covers(x: mx.array, weights: Sequence[Matrix], bias: mx.array | None = None,
 
     The first call for a dtype, a tile and a body compiles and checks the kernel.
     """
-    depth, bits, width = x.shape[-1], _bits_of(weights), weights[0].shape[0]
+    width, depth = weights[0].shape[0], x.shape[-1]
+    bits = _bits_of(weights)
     if bias is not None and (len(weights) != 1 or bias.shape != (width,) or bias.dtype != x.dtype):
         return False
     return (

@@ -59,13 +59,13 @@ _ROWS, _BLOCKS = (*_POOL, "k", "v", "slots"), (*_POOL, "blocks", "span")
 _PACKED, _PACKED_1, _PACKED_2 = (
     tuple(name + number for name in ("w", "scales", "biases")) for number in ("", "1", "2")
 )
-_OUT, _FENCE, _GROUP_OUT = ("out",), ("fence_out",), ("out", "out1", "out2")
-_DECODE_OUT, _OWN_OUT, _COMMON_OUT = (
-    ("out", "stats", *_FENCE),
-    ("out", "partial", *_FENCE),
-    ("partial", "stats", *_FENCE),
-)
-_PROMPT_OUT, _BLOCKS_OUT = ("out", *_FENCE), ("k_out", "v_out", *_FENCE)
+_OUT, _GROUP_OUT = ("out",), ("out", "out1", "out2")
+_FENCE = ("fence_out",)
+_DECODE_OUT = ("out", "stats", *_FENCE)
+_OWN_OUT = ("out", "partial", *_FENCE)
+_COMMON_OUT = ("partial", "stats", *_FENCE)
+_PROMPT_OUT = ("out", *_FENCE)
+_BLOCKS_OUT = ("k_out", "v_out", *_FENCE)
 
 BODIES: dict[str, Body] = {
     "paged_decode": Body("decode.metal", _DECODE, _DECODE_OUT, ("PARTITIONS", "PAGED")),

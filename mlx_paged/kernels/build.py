@@ -179,9 +179,15 @@ def prepare(
         outputs: shape and dtype of each output.
         init_value: what outputs hold before the launch (Metal), for checks.
     """
-    kernel, filled = build_kernel(*text), {} if init_value is None else {"init_value": init_value}
-    shapes, dtypes = [shape for shape, _ in outputs], [dtype for _, dtype in outputs]
-    options = {"grid": grid, "threadgroup": (threads, 1, 1), "output_shapes": shapes, "output_dtypes": dtypes, **filled}
+    kernel = build_kernel(*text)
+    options: dict[str, Any] = {
+        "grid": grid,
+        "threadgroup": (threads, 1, 1),
+        "output_shapes": [shape for shape, _ in outputs],
+        "output_dtypes": [dtype for _, dtype in outputs],
+    }
+    if init_value is not None:
+        options["init_value"] = init_value
     own: Callable[..., Launch] | None = getattr(kernel, "prepared", None)  # of kernels that cuda/ has compiled
     return own(**options) if own is not None else lambda inputs: kernel(inputs=inputs, **options)
 

@@ -55,8 +55,12 @@ def spec_of(
     n_items: int = 0,
 ) -> DecodeSpec:
     """Return the spec of a call. ``n_items``: number of thread groups per KV head, for a kernel for common blocks."""
-    rows, tiles, cores = batch * q_len, -(-n_q_heads // variant.gqa), cuda_limits().multiprocessors
-    dtype, value_dim, lines, threads = variant.dtype, variant.value_dim, rows * n_q_heads, 32 * launch_shape.simdgroups
+    dtype, value_dim = variant.dtype, variant.value_dim
+    rows = batch * q_len
+    lines = rows * n_q_heads
+    tiles = -(-n_q_heads // variant.gqa)  # of query heads
+    threads = 32 * launch_shape.simdgroups
+    cores = cuda_limits().multiprocessors
     constants = constants_of(variant, launch_shape)
     out: Output = (batch, n_q_heads, q_len, value_dim), dtype
     if variant.body in FUSED_BODIES:

@@ -252,7 +252,7 @@ def shape_for(variant: Variant, cores: int | None = None) -> LaunchShape:
 
 def _tensor_shape(variant: Variant) -> LaunchShape:
     """Return the launch shape of a decode body for tensor cores: measured on an NVIDIA H200 (docs/adr/0026)."""
-    heads, dim, widest, pages, rows = variant.gqa, variant.value_dim, variant.widest, variant.pages, 1
+    heads, dim, widest, pages = variant.gqa, variant.value_dim, variant.widest, variant.pages
     # With 8-bit codes and few heads, products have no unused columns: more groups with shorter chunks are faster.
     is_short = pages is not None and pages.k.bits == pages.v.bits == 8 and heads <= 4
     has_room = pages is not None and pages.k.group_size >= 64 and widest <= 128 and heads <= 8
@@ -265,10 +265,11 @@ def _tensor_shape(variant: Variant) -> LaunchShape:
         shared = max(2 * SHARED_STAGES * keys * row, _LEAST_SHARED)
         own: Constants = ("HR", head_round), ("U", unroll), ("ROWS", rows), ("KEYS", keys), ("STAGES", SHARED_STAGES)
         return LaunchShape(_SIMDGROUPS, own, rows=rows, groups=3 if widest <= 64 else 2, shared=shared)
-    columns, waits, groups = heads, 2, (4 if widest <= 64 else 3 if widest <= 128 else 2) - (heads > 8)
+    rows, columns, waits = 1, heads, 2
+    groups = (4 if widest <= 64 else 3 if widest <= 128 else 2) - (heads > 8)
     if variant.body == SHARED_BODIES[1]:
-        columns, waits, groups = SHARED_HEADS_OF_CODES[(widest > 64) + (widest > 128)], 1, 2
-        rows = columns // heads
+        columns = SHARED_HEADS_OF_CODES[(widest > 64) + (widest > 128)]
+        rows, waits, groups = columns // heads, 1, 2
     elif 64 < widest <= 128 and pages is not None and pages.k.bits == 8:  # these need more registers
         groups = 3 if heads <= 4 else 2
         if unroll == 1:

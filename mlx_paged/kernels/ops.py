@@ -94,13 +94,17 @@ def variants_of(
     dialect, is_quantized = backend(), pages is not None
     if dialect is None:
         return ()
-    gqa, dims, groups = n_q_heads // n_kv_heads, (head_dim, value_dim), groups_of(n_kv_heads, dialect)
     if use == "latents":
+        body, dims = LATENT_BODIES[0], (head_dim + value_dim, head_dim)
         gqa = next(n for n in range(_MOST_TOGETHER, 0, -1) if n_q_heads % n == 0)
-        dims, groups = (head_dim + value_dim, head_dim), groups_of(n_q_heads // gqa, dialect)
-    body = LATENT_BODIES[0] if use == "latents" else DECODE_BODIES[is_quantized]
+        groups = groups_of(n_q_heads // gqa, dialect)
+    else:
+        body, dims = DECODE_BODIES[is_quantized], (head_dim, value_dim)
+        gqa = n_q_heads // n_kv_heads
+        groups = groups_of(n_kv_heads, dialect)
     portable = Variant(body, dialect, dtype, *dims, gqa, block_size, softcap, sinks, pages, groups)
-    has_tensor_cores, variants = dialect == "cuda" and dtype.size == 2, [portable]
+    has_tensor_cores = dialect == "cuda" and dtype.size == 2
+    variants = [portable]
     if use == "prefill":
         variants = [portable._replace(body=PREFILL_BODIES[is_quantized])] if has_tensor_cores else []
     elif use == "latents":
@@ -227,8 +231,11 @@ def prepare_decode(
         found = variants_of(*shape, softcap is not None, sinks, pages, "latents" if latent else "decode")
         shared = shared_variant_of(found[0]) if found and items is not None else None
         variant = first_working(found if shared is None else (shared, *found))
-    own, reach = launch_shape or shape_for(variant, gpu_cores()), visible[0].shape[1] * block_size
-    n_partitions = count_partitions(reach if max_visible is None else min(reach, max_visible + own.alignment - 1), own)
+    own = launch_shape or shape_for(variant, gpu_cores())
+    reach = visible[0].shape[1] * block_size
+    if max_visible is not None:
+        reach = min(reach, max_visible + own.alignment - 1)
+    n_partitions = count_partitions(reach, own)
     if variant.body not in SHARED_BODIES:
         items = None
     rows = len(visible[0]), n_q_heads, visible[1].shape[1]
@@ -313,8 +320,10 @@ def prepare_gather(
         A function of (k_pool, v_pool, fence) that returns k ``[1, n_kv_heads, length, head_dim]``, v, and the next
         fence.
     """
-    ids, span = mx.array(padded_for_metal(np.array(block_ids, np.int32))), mx.array([start, length], mx.int32)
-    heads, text = k_pool.shape[1], _pool_text("gather", k_pool, v_pool, pages, stored)
+    ids = mx.array(padded_for_metal(np.array(block_ids, np.int32)))
+    span = mx.array([start, length], mx.int32)
+    heads = k_pool.shape[1]
+    text = _pool_text("gather", k_pool, v_pool, pages, stored)
     known = dict(text[1])
     threads = length * (max(known["D"], known["DV"]) // (1 if stored else 4))  # each copies a word, or 4 elements
     grid = _round_up(threads, 256), heads, 1 if pages is None else 2

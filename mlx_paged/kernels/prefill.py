@@ -79,9 +79,10 @@ def prepare_prefill(
     own = shape_for(variant)
     tiles = tiles_of(counts, lengths, own.rows // variant.gqa, window)
     seen = _NO_WINDOW if window is None or window >= max(lengths) else window
-    grid, threads = (len(tiles) * n_kv_heads * 32 * own.simdgroups, 1, 1), 32 * own.simdgroups
+    threads = 32 * own.simdgroups
     outputs = [((sum(counts), n_q_heads, 1, value_dim), dtype), FENCE]
-    launch = prepare((variant.body, constants_of(variant, own)), grid, threads, outputs)
+    text = variant.body, constants_of(variant, own)
+    launch = prepare(text, (len(tiles) * n_kv_heads * threads, 1, 1), threads, outputs)
     cut = mx.array(tiles, mx.int32)
     params = params_of(scale, softcap or 1.0, seen, stride if seen == window else 1)
 
