@@ -304,7 +304,7 @@ class NewTokens:
 def no_starts(shape: tuple[int, ...]) -> mx.array:
     """Return the starts of visible positions without a window: zeros, int32, cached."""
     starts = DeviceRows().of(np.zeros(shape, np.int32))
-    mx.async_eval(starts)  # other threads' steps read it, too
+    mx.eval(starts)  # other threads' steps read it, too
     return starts
 
 
