@@ -162,6 +162,14 @@ def _gains_of(shape: tuple[int, ...], dtype: np.dtype[Any], change: bytes) -> tu
     return bool(rows.any()), gains
 
 
+@lru_cache(maxsize=256)
+def constant_rows(value: int, shape: tuple[int, ...]) -> mx.array:
+    """Return rows that all hold a value, int32, as :meth:`DeviceRows.of` does; complete, and cached for all threads."""
+    rows = DeviceRows().of(np.full(shape, value, np.int32))
+    mx.eval(rows)
+    return rows
+
+
 def prepare(
     text: KernelText,
     grid: tuple[int, int, int],

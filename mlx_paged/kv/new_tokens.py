@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels.availability import on_metal
-from ..kernels.build import DeviceRows, padded_for_metal
+from ..kernels.build import DeviceRows, constant_rows, padded_for_metal
 from ..kernels.shared_runs import Partitions, SharedCut, SharedRows, items_for, shared_rows
 from .block_table import BlockTable
 from .geometry import Window
@@ -159,7 +159,7 @@ class NewTokens:
             ends = self.lengths[:, None] + np.arange(1 - self.counts[0], 1, dtype=np.int32)
         ends = padded(ends, None if shape is None else shape[0])
         if window is None or ends.max(initial=0) <= window.size:  # the window hides nothing
-            starts = no_starts(ends.shape)
+            starts = constant_rows(0, ends.shape)
         else:
             starts = self._first_rows[window].of(window.first_seen_by(ends - 1))
         of_tokens = self._tokens(len(ends))[1] if by_token else self._end_rows.of(ends)
@@ -298,14 +298,6 @@ class NewTokens:
     def join(parts: Sequence[mx.array]) -> mx.array:
         """Join parts ``[1, n_heads, counts[b], head_dim]`` to ``[T, n_heads, 1, head_dim]``."""
         return mx.concatenate([part.swapaxes(0, 2) for part in parts])
-
-
-@lru_cache(maxsize=256)
-def no_starts(shape: tuple[int, ...]) -> mx.array:
-    """Return the starts of visible positions without a window: zeros, int32, cached."""
-    starts = DeviceRows().of(np.zeros(shape, np.int32))
-    mx.eval(starts)  # other threads' steps read it, too
-    return starts
 
 
 def lengths_of(tables: Sequence[BlockTable]) -> np.ndarray:

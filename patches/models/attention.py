@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, TypeGuard
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.base import create_attention_mask
 
 from ...cache.batch_cache import PagedBatchKVCache
 from ...kernels.availability import backend
-from ...kernels.build import DeviceRows
+from ...kernels.build import constant_rows
 from ...kernels.nvidia import projected
 from ...kv.geometry import AttentionParams
 from ..cache.layer_cache import PagedLayerCache
@@ -95,20 +93,12 @@ def rotated(
     is_prompt = queries.shape[2] > 1
     if is_prompt or mx.default_device().type != mx.DeviceType.cpu or queries.dtype != keys.dtype:
         if is_prompt and isinstance(offset, int) and backend() == "cuda":
-            offset = position_of(offset)
+            # All layers share one. Given a number, MLX makes an array in each call, in memory shared with the host,
+            # whose pages migrate there and back.
+            offset = constant_rows(offset, (1,))
         return rope(queries, offset=offset), rope(keys, offset=offset)
     both: mx.array = rope(mx.concatenate([queries, keys], axis=1), offset=offset)
     return mx.split(both, [queries.shape[1]], axis=1)  # type: ignore[return-value]
-
-
-@lru_cache(maxsize=64)
-def position_of(offset: int) -> mx.array:
-    """Return the position of a prompt's chunk as an array ``[1]`` on a CUDA device, cached: many prompts begin at 0.
-    Given a number, MLX makes an array in each call, in memory shared with the host, whose pages migrate there and back.
-    """
-    position = DeviceRows().of(np.array([offset], np.int32))
-    mx.eval(position)
-    return position
 
 
 def heads_last(x: mx.array) -> mx.array:

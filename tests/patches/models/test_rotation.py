@@ -13,7 +13,7 @@ def test_a_prompts_position_is_one_array_on_cuda(length, offset, makes_array, mo
     """A single token's is not: to compute it would wait for the step before."""
     monkeypatch.setattr(attention, "backend", lambda: "cuda")
     monkeypatch.setattr("mlx_paged.kernels.build.backend", lambda: "cuda")
-    attention.position_of.cache_clear()
+    attention.constant_rows.cache_clear()
     rope, given = nn.RoPE(16), []
 
     def rotate(x: mx.array, offset: int | mx.array) -> mx.array:
@@ -26,5 +26,5 @@ def test_a_prompts_position_is_one_array_on_cuda(length, offset, makes_array, mo
     for got, x in zip(rotated, (queries, keys), strict=True):
         assert np.array_equal(np.array(got), np.array(rope(x, offset=offset)))
     assert all(isinstance(each, mx.array) == makes_array for each in given) and given[0] is given[1]
-    assert attention.position_of.cache_info().currsize == makes_array
-    attention.position_of.cache_clear()
+    assert attention.constant_rows.cache_info().currsize == makes_array
+    attention.constant_rows.cache_clear()
