@@ -10,7 +10,7 @@ from typing import Any
 
 from ..cache.composites import leaves, with_leaves
 from ..cache.paged_kv_cache import PagedKVCache
-from ..prefix.entry import Checkpoint, Match
+from ..prefix.entry import Checkpoint, Entry, Match
 from ..prefix.prefix_cache import SharedPrefixes
 from ..warn import warn_once
 from .request import Request
@@ -57,7 +57,7 @@ class Sharing:
         self._has_windows = any(group.spec.window is not None for group in self.pool.groups)
         # Whether prefixes are found only at the ends of chunks and segments.
         self.reuses_only_at_boundaries = has_states or self._has_windows
-        # What waiting requests have found, with the version of the cache.
+        # What requests have found, with the version of the cache.
         self._found: weakref.WeakKeyDictionary[Request, tuple[int, Match]] = weakref.WeakKeyDictionary()
 
     # Matching -------------------------------------------------------------------------------------------------
@@ -66,9 +66,15 @@ class Sharing:
         """Return what the prefix cache has of a request's tokens. Asked for in every step while the request waits."""
         version, known = self.prefixes.cache.version, self._found.get(request)
         if known is None or known[0] != version:
-            found = self.prefixes.match(request.source, request.options.salt, to_state=self.has_states)
+            salt, after = request.options.salt, self._path_of(request)
+            found = self.prefixes.match(request.source, salt, to_state=self.has_states, after=after)
             known = self._found[request] = version, found
         return known[1]
+
+    def _path_of(self, request: Request) -> Sequence[Entry]:
+        """Return the path that a request's tokens were last found by, so that it is not looked up again."""
+        known = self._found.get(request)
+        return () if known is None else known[1].path
 
     def available(self, request: Request) -> int:
         """Return how many tokens the request would find computed if it started now."""
@@ -96,7 +102,6 @@ class Sharing:
 
     def match(self, request: Request) -> int:
         """Give the longest known prefix to a request that starts, whose caches are empty. Returns its length."""
-        self._found.pop(request, None)
         longest = None if self.has_states else self._longest(request)
         if longest is not None:
             length, other = longest
@@ -110,7 +115,9 @@ class Sharing:
     def _adopt(self, request: Request) -> int:
         # No more than can be used: with a window, surplus tokens could not be cut off.
         tokens = request.source[: request.prefill_end + 1]
-        found, table = self.prefixes.adopt(tokens, request.options.salt, to_state=self.has_states)
+        salt, after = request.options.salt, self._path_of(request)
+        found, table = self.prefixes.adopt(tokens, salt, to_state=self.has_states, after=after)
+        self._found[request] = self.prefixes.cache.version, found
         if not found.length or request.caches is None:
             return 0
         if self.has_states:
@@ -198,7 +205,8 @@ class Sharing:
         if tokens and request.knows_history and not (self._has_windows and request.given is not None):
             options, states = request.options, partial(_checkpoint_of, request) if self.has_states else None
             table = request.table or self.pool.table_over((), len(tokens))  # no layer is paged
-            self.prefixes.insert(tokens, table, options.salt, states=states, keep=options.keep)
+            after = self._path_of(request)
+            self.prefixes.insert(tokens, table, options.salt, states=states, keep=options.keep, after=after)
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self.pool.block_size

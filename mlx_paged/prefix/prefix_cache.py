@@ -93,7 +93,9 @@ class PrefixCache:
         tokens, such as the model, and whoever may share them; it is told from others by its ``repr``."""
         return hashlib.sha256(f"{self._layout} {salt!r}".encode("utf-8", "surrogatepass")).digest()[:16]
 
-    def match(self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False) -> Match:
+    def match(
+        self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False, after: Sequence[Entry] = ()
+    ) -> Match:
         """Return the longest prefix of ``tokens`` that every group can serve, never all of them: the last token is left
         to compute. Takes no reference (see :meth:`adopt`), but marks its path as used: a waiting request, most often a
         preempted one, will soon need it.
@@ -102,21 +104,24 @@ class PrefixCache:
             tokens: tokens to look up.
             salt: see :meth:`root`.
             to_state: the longest that ends at a checkpoint.
+            after: path of an earlier match of a beginning of these tokens; what is still here is not looked up again.
         """
         with self.pool.lock:
             self.pool.lock.device.check()
             self.expire()
-            for path in self._candidates(tokens, salt, to_state):
+            for path in self._candidates(tokens, salt, to_state, after):
                 length = path[-1].end
                 if serves(self.windows, self.block_size, length, partial(_is_held, path)):
                     self._touch(path)
                     return Match(length, path, self._blocks_of(path, length))
             return Match(0, [], tuple([] for _ in self.windows))
 
-    def _candidates(self, tokens: Sequence[int], salt: Hashable, to_state: bool) -> Iterator[list[Entry]]:
+    def _candidates(
+        self, tokens: Sequence[int], salt: Hashable, to_state: bool, after: Sequence[Entry] = ()
+    ) -> Iterator[list[Entry]]:
         """Yield the prefixes of ``tokens[:-1]`` that are here, longest first; with ``to_state`` those that end at a
         checkpoint."""
-        path, keys = self._walk(tokens, self.root(salt))
+        path, keys = self._walk(tokens, self.root(salt), after)
         for number in range(len(path), -1, -1):
             low = number * self.block_size
             if to_state:
@@ -126,20 +131,28 @@ class PrefixCache:
             if number and (not to_state or path[number - 1].checkpoint is not None):
                 yield path[:number]
 
-    def _walk(self, tokens: Sequence[int], key: bytes) -> tuple[list[Entry], list[bytes]]:
+    def _walk(self, tokens: Sequence[int], root: bytes, after: Sequence[Entry] = ()) -> tuple[list[Entry], list[bytes]]:
         """Return the entries along ``tokens[:-1]``, whole blocks only, and the keys before each of them and at the
         end."""
-        path: list[Entry] = []
-        keys = [key]
-        for low in range(0, len(tokens) - self.block_size, self.block_size):
+        path = self._still_here(after, (len(tokens) - 1) // self.block_size)
+        keys = [root, *(entry.key for entry in path)]
+        for low in range(len(path) * self.block_size, len(tokens) - self.block_size, self.block_size):
             part = tuple(tokens[low : low + self.block_size])
-            key = next_key(key, part)
+            key = next_key(keys[-1], part)
             entry = self.entries.get(key)
             if entry is None or entry.tokens != part:
                 break
             path.append(entry)
             keys.append(key)
         return path, keys
+
+    def _still_here(self, path: Sequence[Entry], most: int) -> list[Entry]:
+        """Return the entries of a path that were not evicted, whole blocks only, at most the first ``most``."""
+        found = list(path[:most])
+        # An entry goes after its children, so all before one that is here are here.
+        while found and (len(found[-1].tokens) < self.block_size or self.entries.get(found[-1].key) is not found[-1]):
+            found.pop()
+        return found
 
     def _blocks_of(self, path: Sequence[Entry], length: int) -> tuple[list[int], ...]:
         found = []
@@ -151,14 +164,14 @@ class PrefixCache:
         return tuple(found)
 
     def adopt(
-        self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False
+        self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False, after: Sequence[Entry] = ()
     ) -> tuple[Match, BlockTable]:
         """Return the longest prefix (:meth:`match`), and a table over its blocks, which the caller owns and must
         release. No bytes are copied; a write to a shared, partially filled block copies it first."""
         if self.tier is not None:
             self.tier.restore(self, tokens, salt, to_state)
         with self.pool.lock:
-            match = self.match(tokens, salt, to_state=to_state)
+            match = self.match(tokens, salt, to_state=to_state, after=after)
             self.hit_tokens += match.length
             table = self.pool.table_over(match.blocks, match.length)
             for window, behind in zip(self.windows, self._behind, strict=True):
@@ -188,6 +201,7 @@ class PrefixCache:
         *,
         states: Callable[[], Checkpoint | None] | None = None,
         keep: int = 0,
+        after: Sequence[Entry] = (),
     ) -> bool:
         """Take references on the whole blocks of ``tokens``, and with ``states`` on the block of the last ones.
 
@@ -200,6 +214,7 @@ class PrefixCache:
             states: returns a checkpoint of the tokens' end, or None if there cannot be one; called if there is none.
             keep: number of leading tokens that are evicted after others. They take up to :data:`KEPT_SHARE` of the
                 pool's budget; beyond it, those kept first become ordinary ones.
+            after: see :meth:`match`.
 
         Returns:
             False if there is no room for the states: checkpoints take up to :data:`STATES_SHARE` of the budget.
@@ -221,7 +236,7 @@ class PrefixCache:
                 if checkpoint is None or not self._has_room(checkpoint.nbytes):
                     self.dropped_states += 1
                     return False
-            path: list[Entry] = []
+            path = self._still_here(after, len(tokens) // self.block_size)
             try:
                 self._add(path, tokens if states is not None else self._whole(tokens), table, salt)
             finally:
@@ -249,10 +264,13 @@ class PrefixCache:
         return self.state_nbytes + nbytes <= most and nbytes <= memory.unreserved_bytes
 
     def _add(self, path: list[Entry], tokens: Sequence[int], table: BlockTable, salt: Hashable) -> None:
-        """Add the entries of ``tokens`` that are missing, and append all of them to ``path``."""
-        parent: Entry | None = None
-        key = self.root(salt)
-        for low in range(0, len(tokens), self.block_size):
+        """Add the entries of ``tokens`` that are missing, and append all of them to ``path``, which may have the first
+        ones already."""
+        parent = path[-1] if path else None
+        key = self.root(salt) if parent is None else parent.key
+        for index, known in enumerate(path if any(self.windows) else ()):
+            self._hold(known, table, index)  # blocks that a window's group has lost come back
+        for low in range(len(path) * self.block_size, len(tokens), self.block_size):
             before, part = key, tuple(tokens[low : low + self.block_size])
             key = next_key(before, part)
             entry = self.entries.get(key)
@@ -268,7 +286,7 @@ class PrefixCache:
                 if parent is not None:
                     parent.num_children += 1
                     self._note_behind(parent)
-            else:  # blocks that a window's group has lost come back
+            else:
                 self._hold(entry, table, low // self.block_size)
             path.append(entry)
             parent = entry
@@ -539,15 +557,13 @@ class SharedPrefixes:
         """Pool of the prefixes; it has no blocks if no layer is paged."""
         return self.cache.pool
 
-    def match(self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False) -> Match:
+    def match(self, tokens: Sequence[int], salt: Hashable = None, **options: Any) -> Match:
         """See :meth:`PrefixCache.match`."""
-        return self.cache.match(tokens, (self.name, salt), to_state=to_state)
+        return self.cache.match(tokens, (self.name, salt), **options)
 
-    def adopt(
-        self, tokens: Sequence[int], salt: Hashable = None, *, to_state: bool = False
-    ) -> tuple[Match, BlockTable]:
+    def adopt(self, tokens: Sequence[int], salt: Hashable = None, **options: Any) -> tuple[Match, BlockTable]:
         """See :meth:`PrefixCache.adopt`."""
-        return self.cache.adopt(tokens, (self.name, salt), to_state=to_state)
+        return self.cache.adopt(tokens, (self.name, salt), **options)
 
     def restore(self, tokens: Sequence[int], salt: Hashable = None) -> None:
         """Bring a longer prefix of ``tokens`` back from disk, if there is one."""

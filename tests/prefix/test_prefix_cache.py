@@ -8,7 +8,7 @@ import pytest
 from mlx_paged.errors import BlockStateError
 from mlx_paged.prefix import prefix_cache
 from mlx_paged.prefix.prefix_cache import KEPT_SHARE, PrefixCache
-from tests.support.prefixes import add, check_contents, found, hold, make_pool, make_tree
+from tests.support.prefixes import add, check_contents, compute, found, hold, make_pool, make_tree
 
 
 def test_whole_blocks_are_found_and_the_last_token_is_left_to_compute() -> None:
@@ -32,6 +32,21 @@ def test_tokens_are_compared_on_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.match([5, 6, 7, 8, 9]).length == 0
     add(cache, [5, 6, 7, 8])
     assert len(cache.entries) == 1 and cache.match([0, 1, 2, 3, 9]).length == 4
+
+
+def test_a_path_that_was_found_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, pool = make_tree((None,))
+    add(cache, range(20))
+    match, table = cache.adopt(range(24))
+    hashed: list[tuple[int, ...]] = []
+    own = prefix_cache.next_key
+    monkeypatch.setattr(prefix_cache, "next_key", lambda key, tokens: hashed.append(tokens) or own(key, tokens))
+    compute(pool, table, range(24))
+    cache.insert(range(24), table, after=match.path)
+    assert cache.match(range(24), after=match.path).path == [*match.path] and hashed == [(20, 21, 22, 23)]
+    pool.release_table(table)
+    cache.evict(0, 3)  # leaves first: what is left of the path is used
+    assert cache.match(range(24), after=match.path) == cache.match(range(24)) and cache.match(range(24)).length == 12
 
 
 def test_short_prefixes_are_not_spread_over_more_memory_than_they_hold() -> None:

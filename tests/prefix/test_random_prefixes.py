@@ -13,6 +13,7 @@ from hypothesis.stateful import (
 from mlx_paged.errors import PoolExhaustedError
 from mlx_paged.kv.block_table import BlockTable
 from mlx_paged.kv.geometry import Window
+from mlx_paged.prefix.entry import Entry
 from mlx_paged.prefix.prefix_cache import PrefixCache
 from tests.support.cases import run_machine, slow
 from tests.support.prefixes import check_contents, compute, make_pool
@@ -48,6 +49,8 @@ class CacheMachine(RuleBasedStateMachine):
         # Inserted prefixes, whole blocks only, each with the first position whose keys each group held. After an
         # eviction they are only an upper bound.
         self.inserted: dict[str, list[tuple[Tokens, list[int]]]] = {salt: [] for salt in SALTS}
+        # Paths that were found, which later requests look up and insert from. Entries of some were evicted.
+        self.paths: dict[str, list[list[Entry]]] = {salt: [[]] for salt in SALTS}
         self.complete = True  # nothing has been evicted
         self.asked: list[Tokens] = [()]
 
@@ -57,9 +60,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.asked.append(tokens)
         return tokens[:60]
 
+    def known_path(self, salt: str, tokens: Tokens) -> list[Entry]:
+        """Return the latest path that was found by a beginning of the tokens."""
+        paths = reversed(self.paths[salt])
+        return next(p for p in paths if tokens[: SIZE * len(p)] == tuple(n for entry in p for n in entry.tokens))
+
     def insert(self, salt: str, tokens: Tokens, table: BlockTable) -> None:
         before = len(self.cache.entries)
-        self.cache.insert(tokens, table, salt)
+        self.cache.insert(tokens, table, salt, after=self.known_path(salt, tokens))
         tokens = tokens[: len(tokens) // SIZE * SIZE]
         known = max((common(tokens, other) // SIZE for other, _ in self.inserted[salt]), default=0)
         if self.complete:
@@ -95,7 +103,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.request(SALTS[other_salt], self.tokens_of(recipe), cut, keep and len(self.live) < MAX_LIVE)
 
     def request(self, salt: str, tokens: Tokens, cut: int, keep: bool) -> None:
-        match, table = self.cache.adopt(tokens, salt)
+        match, table = self.cache.adopt(tokens, salt, after=self.known_path(salt, tokens))
+        assert match == self.cache.match(tokens, salt)
+        self.paths[salt].append(match.path)
         length = match.length
         assert table.length == length
         self.check_match(salt, tokens, length)

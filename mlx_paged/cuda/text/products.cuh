@@ -150,7 +150,7 @@ auto load = [&](int first) {
   return part;
 };
 
-// U parts are in flight while one is multiplied, unless many rows take the registers.
+// U parts are in flight, also while one is multiplied unless many rows take the registers.
 constexpr bool AHEAD = MT < 4;
 Part parts[U];
 UNROLL
@@ -160,7 +160,11 @@ for (int u = 0; u < U; u++) {
 for (int first = warp * SHARE; first < depth; first += U * SG * SHARE) {
   UNROLL
   for (int u = 0; u < U; u++) {
-    const Part part = AHEAD ? parts[u] : load(first + u * SG * SHARE);
+    if (!AHEAD) parts[u] = load(first + u * SG * SHARE);
+  }
+  UNROLL
+  for (int u = 0; u < U; u++) {
+    const Part part = parts[u];
     if (AHEAD) parts[u] = load(first + (u + U) * SG * SHARE);
     const int at = first + u * SG * SHARE + c * 32;
     const bool live = at < depth;
