@@ -50,6 +50,7 @@ METRICS = (
     Metric("CPU ms", "cpu_s", "less", 1e3),
 )
 SIDES = {"stock": "mlx_lm", "paged": "mlx_paged"}
+APART = 0.01  # seconds between clients: of more that connect at once to stock's server, five may wait
 WORDS = ("river", "stone", "window", "green", "paper", "yellow", "sudden", "morning", "winter", "bottle")
 
 
@@ -133,7 +134,11 @@ def measured(server: Server, prompts: Sequence[str], num_tokens: int) -> dict[st
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     used, begin = server.cpu_seconds(), time.perf_counter()
     with ThreadPoolExecutor(len(chats)) as pool:
-        found = list(pool.map(lambda chat: server.answer(chat, num_tokens), chats))
+        under_way = []
+        for chat in chats:
+            under_way.append(pool.submit(server.answer, chat, num_tokens))
+            time.sleep(APART)
+        found = [answer.result() for answer in under_way]
     seconds, used = time.perf_counter() - begin, server.cpu_seconds() - used
     total = sum(answer.usage["completion_tokens"] for answer in found)
     return {
