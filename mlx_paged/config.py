@@ -28,6 +28,9 @@ QUANTIZED_KV_START_HELP = (
     "uses mlx-lm's own cache, quantised from that token on, one request at a time "
     f"(default: {QUANTIZED_KV_START})"
 )
+# Prefixes are whole blocks. On a CPU, computing a large block's tokens again costs more than stock's prompt cache does;
+# on a GPU kernels are measured with large blocks (docs/adr/0103).
+BLOCK_SIZE, BLOCK_SIZE_ON_CPU = 32, 8
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -72,7 +75,7 @@ def number(what: str, least: int, most: int | None = None, *, others: Mapping[st
     return parse
 
 
-parse_block_size = choice("block size", {str(1 << power): 1 << power for power in range(3, 8)})
+parse_block_size = choice("block size", {"auto": None, **{str(1 << power): 1 << power for power in range(3, 8)}})
 parse_kernel = choice("kernel", {"auto": None, "on": True, "off": False})
 parse_kv_group_size = choice("kv_group_size", {str(size): size for size in GROUP_SIZES})
 parse_kv_rotate = choice("kv_rotate", {"on": True, "off": False, "1": True, "0": False})
@@ -231,11 +234,12 @@ class PagedConfig(Options):
 
     PREFIX: ClassVar[str] = "MLX_PAGED_"
 
-    block_size: Option[int | str, int] = Option(
-        32,
+    block_size: Option[int | str | None, int | None] = Option(
+        None,
         parse_block_size,
-        "Tokens per KV cache block: 8, 16, 32, 64 or 128",
+        "Tokens per KV cache block: 8, 16, 32, 64, 128, or auto, which is 32, on a CPU 8",
         "TOKENS",
+        default_text="auto",
         flag="--kv-block-size",
     )
     kv_cache_memory: Option[int | str | None, int | None] = Option(
@@ -302,6 +306,12 @@ class PagedConfig(Options):
         "values keep decoding steady, higher ones speed up prompts",
         "MS",
     )
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Block size on MLX's default device."""
+        known = BLOCK_SIZE if device_unsupported_reason() is None else BLOCK_SIZE_ON_CPU
+        return known if self.block_size is None else self.block_size
 
     @property
     def page_format(self) -> PageFormat | None:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import setup_arg_parser
 
+from mlx_paged import config as config_module
 from mlx_paged.cli.generate import extend_parser
 from mlx_paged.config import KVBits, PagedConfig, parse_memory
 from mlx_paged.errors import ConfigError, KernelUnavailableError, PagedCacheError
@@ -23,9 +24,18 @@ NOT_POSITIVE = ("0", "0GB", "0.0", "0.4")
 # By field: accepted texts and their values, refused texts by message, accepted values of other types, refused values.
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]], list[tuple[Any, Any]], tuple[Any, ...]]] = {
     "block_size": (
-        {"8": 8, "16": 16, " 64 ": 64, "128": 128},
+        {"8": 8, "16": 16, " 64 ": 64, "128": 128, "auto": None},
         {
-            "block size must be 8, 16, 32, 64 or 128, not": ("0", "4", "12", "256", "big", "16.0", "0x10", "16 tokens"),
+            "block size must be auto, 8, 16, 32, 64 or 128, not": (
+                "0",
+                "4",
+                "12",
+                "256",
+                "big",
+                "16.0",
+                "0x10",
+                "16 tokens",
+            ),
         },
         [(32, 32)],
         (0, -8, 4, 33, ""),
@@ -134,6 +144,12 @@ def test_values_that_are_not_text_are_accepted_or_refused(name: str) -> None:
         with pytest.raises(ConfigError):
             PagedConfig(**{name: value})
     assert parse_memory(None) is None
+
+
+@pytest.mark.parametrize(("reason", "size"), [("MLX has no GPU here", 8), (None, 32)])
+def test_blocks_are_smaller_without_a_gpu(reason: str | None, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "device_unsupported_reason", lambda: reason)
+    assert PagedConfig().tokens_per_block == size and PagedConfig(block_size=16).tokens_per_block == 16
 
 
 def test_config_is_frozen_and_its_errors_are_value_errors() -> None:

@@ -201,7 +201,7 @@ def run(config: PagedConfig, report_file: Path | None = None) -> int:
     for name, value in found.items():
         report.say(f"{name:<16}{value}")
     report.say(f"\n{HEADER}\n{'-' * len(HEADER)}")
-    for row in rows(config.block_size, config):
+    for row in rows(config.tokens_per_block, config):
         report.say(row, passed=row.passed)
     passed, lines = try_demo_model(config)
     report.say("\n" + "\n".join(lines), passed=passed)

@@ -90,7 +90,7 @@ def pool_for(model: Any, layout: PagedLayout, config: PagedConfig) -> BlockPool:
 def _new_pool(model: Any, layout: PagedLayout, config: PagedConfig) -> BlockPool:
     pool = BlockPool(
         layout.groups,
-        block_size=config.block_size,
+        block_size=config.tokens_per_block,
         memory_budget=agreed_budget(model, _budget(model, config), vars(config)),
         choose_blocks=blocks_choice(config.kernel),
         page_format=config.page_format,
@@ -165,7 +165,8 @@ def prefix_pool_of(model: Any) -> BlockPool:
         kept = _state_pools.get(model)
         if kept is None or kept[0] != config or kept[1].is_lost:
             kept = _state_pools.put(
-                model, (config, BlockPool((), block_size=config.block_size, memory_budget=_budget(model, config)))
+                model,
+                (config, BlockPool((), block_size=config.tokens_per_block, memory_budget=_budget(model, config))),
             )
         return kept[1]
 

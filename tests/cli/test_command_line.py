@@ -73,7 +73,7 @@ def test_draft_model_gives_the_same_text(folder: Path, tmp_path: Path) -> None:
     plain = generate(folder, "--prompt", PROMPT)
     draft = generate(folder, "--prompt", PROMPT, "--draft-model", folder, "--cache-stats")
     assert text_of(draft) == text_of(plain)
-    assert "KV cache of the draft model: blocks of 32" in draft.stderr
+    assert "KV cache of the draft model: blocks of " in draft.stderr
 
 
 def test_prompt_cache_files_are_interchangeable_with_mlx_lm(folder: Path, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_prompt_cache_files_are_interchangeable_with_mlx_lm(folder: Path, tmp_pa
             texts.append(text_of(command(*use, module=module)))
     assert len(set(texts)) == 1 and texts[0]
     stats = command("generate", "--prompt-cache-file", stock_file, "--prompt", "w5 w6", "--cache-stats")
-    assert "blocks of 32 tokens" in stats.stderr and "attention: gather" in stats.stderr
+    assert "KV cache: blocks of " in stats.stderr and "attention: gather" in stats.stderr
 
 
 def test_prompt_cache_with_3_bits_is_made_by_mlx_lm(folder: Path, tmp_path: Path) -> None:
@@ -102,19 +102,21 @@ def test_prompt_cache_with_3_bits_is_made_by_mlx_lm(folder: Path, tmp_path: Path
     check_error(command("chat", "--model", folder, *bits[:2]), "unrecognized arguments: --kv-bits 3", code=2)
 
 
+BLOCKS = ("--kv-block-size", "32")
 BLOCK = 32 * 3 * 2 * 2 * 32 * 4  # bytes: 32 tokens, 3 layers, keys and values of 2 heads of 32, f32
 
 
 def test_budget_too_small_is_refused_with_the_bytes_needed(folder: Path) -> None:
-    run = generate(folder, "--prompt", PROMPT, "--kv-cache-memory", "1KB")
+    run = generate(folder, "--prompt", PROMPT, *BLOCKS, "--kv-cache-memory", "1KB")
     check_error(run, f"which needs at least {2 * BLOCK:,} bytes")
-    run = generate(folder, "--prompt", PROMPT, "--kv-cache-memory", f"{2 * BLOCK + 1000}")
+    run = generate(folder, "--prompt", PROMPT, *BLOCKS, "--kv-cache-memory", f"{2 * BLOCK + 1000}")
     check_error(run, f"61 tokens of prompt and answer need {3 * BLOCK:,} bytes")
 
 
 def test_error_during_generation_starts_on_a_new_line(folder: Path, tmp_path: Path) -> None:
     """The prompt and a few tokens fit, the rest does not."""
-    options = ("--ignore-chat-template", "--prompt", PROMPT, "--max-tokens", "40", "--kv-cache-memory", str(3 * BLOCK))
+    options = (*BLOCKS, "--ignore-chat-template", "--prompt", PROMPT, "--max-tokens", "40")
+    options += ("--kv-cache-memory", str(3 * BLOCK))
     with (tmp_path / "shown").open("w") as shown:
         process = commands.start("mlx_paged", "generate", "--model", folder, *options, stdout=shown, stderr=shown)
         assert process.wait(300) == 1
@@ -194,7 +196,7 @@ def test_help_lists_every_command_and_unknown_ones_are_refused() -> None:
         assert re.search(rf"^  {name} +\w.*$", shown, re.MULTILINE), f"{name} has a line"
     flat = " ".join(shown.split())
     for text in (
-        "(default: 32); also MLX_PAGED_BLOCK_SIZE",
+        "(default: auto); also MLX_PAGED_BLOCK_SIZE",
         "80 % of the memory that the weights leave",
         "MLX_PAGED_KERNEL",
     ):

@@ -50,7 +50,7 @@ REFUSED: list[tuple[tuple[str, ...], int, str]] = [
     ((*PROMPT, "--kv-rotate", *BITS, "--no-paged"), 1, "requires the paged cache; remove --no-paged"),
     ((*PROMPT, "--prompt-lookup", "4"), 1, "--prompt-lookup needs --prompts-file"),
     ((*PROMPT, "--pipeline"), 1, "--pipeline needs several ranks"),
-    ((*PROMPT, "--kv-block-size", "33"), 2, "block size must be 8, 16, 32, 64 or 128, not '33'"),
+    ((*PROMPT, "--kv-block-size", "33"), 2, "block size must be auto, 8, 16, 32, 64 or 128, not '33'"),
     (
         (*PROMPT, "-m", "0"),
         2,
@@ -75,11 +75,11 @@ REFUSED: list[tuple[tuple[str, ...], int, str]] = [
     (("server", "--model", "./nope"), 78, "model folder ./nope does not exist\n"),
     (("server", "--prefix-cache-dir", __file__), 78, "test_refused_commands.py is a file, not a folder\n"),
     ((*SERVER, "--no-prefix-cache", "--prefix-cache-ttl", "1"), 78, "cannot be combined with"),
-    ((*SERVER, "--kv-block-size", "7"), 2, "block size must be 8, 16"),
+    ((*SERVER, "--kv-block-size", "7"), 2, "block size must be auto, 8"),
     ((*SERVER, "--kv-rotate"), 78, "kv_rotate requires kv_bits"),
     ((*SERVER, "--mtp"), 78, "mtp: model type llama is not supported; supported: "),
     ((*SERVER, "--mtp", "--draft-model", "FOLDER"), 78, "--draft-model and --mtp both propose tokens"),
-    ((*SERVER, "--kv-cache-memory", "100KB"), 78, "one request of this model needs at least "),
+    ((*SERVER, "--kv-block-size", "32", "--kv-cache-memory", "100KB"), 78, "one request of this model needs at least "),
     ((*SERVER, "--kv-cache-memory", "20KB", "--no-prefix-cache"), 78, "which needs at least "),
     ((*SERVER, "--api-key", " "), 78, "--api-key contains an empty API key"),
 ]
@@ -97,7 +97,7 @@ def test_mistake_is_refused_without_a_traceback(
 @pytest.mark.parametrize(
     ("arguments", "status", "name", "value", "words"),
     [
-        (PROMPT, 1, "MLX_PAGED_BLOCK_SIZE", "31", "MLX_PAGED_BLOCK_SIZE: block size must be 8, 16,"),
+        (PROMPT, 1, "MLX_PAGED_BLOCK_SIZE", "31", "MLX_PAGED_BLOCK_SIZE: block size must be auto, 8,"),
         pytest.param(PROMPT, 1, "MLX_PAGED_KERNEL", "on", "kernel=on, but MLX", marks=ON_CPU),
         (SERVER, 78, "MLX_PAGED_API_KEY", "", "MLX_PAGED_API_KEY contains an empty API key"),
     ],

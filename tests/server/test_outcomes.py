@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.cases import crossed
-from tests.support.processes.server_process import ServerProcess
+from tests.support.processes.server_process import BLOCK_SIZE, ServerProcess
 from tests.support.server.answers import CHAT, COMPLETIONS, MESSAGES, PATHS, RESPONSES, ask, body_of
 from tests.support.server.samples import SCHEMA, WHITE
 
@@ -42,7 +42,7 @@ def test_repeated_prompt_is_cached_and_gives_the_same_answer(path: str, stream: 
     first = ask(server, path, body_of(path, STORY, 10))
     again = ask(server, path, body_of(path, STORY, 10), stream=stream)
     assert again._replace(cached_tokens=0) == first._replace(cached_tokens=0)
-    assert again.cached_tokens == (again.prompt_tokens - 1) // 32 * 32 > 0
+    assert again.cached_tokens == (again.prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE > 0
     assert again.finish == ends_of(path)[0] and again.num_tokens == 10
 
 

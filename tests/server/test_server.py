@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.cases import slow
 from tests.support.models.tiny_model import make_tiny_model
-from tests.support.processes.server_process import ServerProcess, cached, together
+from tests.support.processes.server_process import BLOCK_SIZE, ServerProcess, cached, together
 
 pytestmark = pytest.mark.demo_model
 
@@ -60,7 +60,7 @@ def test_burst_computes_its_system_prompt_once(server: ServerProcess) -> None:
     answers = together(ask, range(16))
     alone = [ask(number) for number in range(16)]
     assert [text for *_, text in answers] == [text for *_, text in alone]
-    assert all(found == (length - 1) // 32 * 32 for length, found, _ in alone)
+    assert all(found == (length - 1) // BLOCK_SIZE * BLOCK_SIZE for length, found, _ in alone)
     lengths = [length for length, *_ in answers]
     found = sorted(each for _, each, _ in answers)
     shared = found[1]  # the first one finds nothing
@@ -102,7 +102,7 @@ def test_prefixes_are_restored_after_the_server_is_killed(serve: Any, tmp_path: 
     first = serve(*flags)
     expected = first.chat(question, max_tokens=12)
     tokens = expected["usage"]["total_tokens"]
-    first.wait_until(lambda: first.stats()["prefix_cache"]["on_disk"]["blocks"] >= (tokens - 1) // 32)
+    first.wait_until(lambda: first.stats()["prefix_cache"]["on_disk"]["blocks"] >= (tokens - 1) // BLOCK_SIZE)
     first.post(CHAT, {"messages": messages_of("And after?"), "max_tokens": 80})  # some more blocks
     first.kill()  # as kill -9 does, perhaps in the middle of a file
     truncated = max((tmp_path / "prefixes").glob("*.kv0"), key=lambda path: path.stat().st_mtime)
@@ -111,11 +111,11 @@ def test_prefixes_are_restored_after_the_server_is_killed(serve: Any, tmp_path: 
     second = serve(*flags)
     body = second.chat(question, max_tokens=12)
     assert body["choices"][0]["message"] == expected["choices"][0]["message"]
-    assert cached(body) >= body["usage"]["prompt_tokens"] - 1 - 2 * 32
+    assert cached(body) >= body["usage"]["prompt_tokens"] - 1 - 2 * BLOCK_SIZE
     second.check_end()  # this end writes the rest to disk
     third = serve(*flags, "--prefix-cache-ttl", "1")
     body = third.chat(question, max_tokens=1)
-    assert cached(body) == (body["usage"]["prompt_tokens"] - 1) // 32 * 32
+    assert cached(body) == (body["usage"]["prompt_tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE
     third.wait_until(lambda: third.stats()["pool"]["live_blocks"] == 0)  # the time to live is over
 
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from tests.support.processes.page_document import NEEDS_NODE, page_of
-from tests.support.processes.server_process import Answer, ServerProcess
+from tests.support.processes.server_process import BLOCK_SIZE, Answer, ServerProcess
 from tests.support.processes.server_process import cached as cached_tokens
 
 pytestmark = pytest.mark.demo_model
@@ -218,9 +218,9 @@ def test_log_names_the_model_and_addresses_but_no_polls(server: ServerProcess, f
     assert server.post(COMPLETIONS, {"prompt": "Hi"}, **KEY).status == 200
     server.wait_until(lambda: "POST" in server.log)  # written after the answer
     log = server.log
-    # Blocks of 32 tokens, without the null block and one for the copy of a block that is shared in part.
-    num_blocks = 8_000_000 // (32 * 512) - 2
-    ready = f"is ready, with a KV cache of 8,000,000 bytes, which holds {num_blocks * 32:,} tokens"
+    # Without the null block and one for the copy of a block that is shared in part.
+    num_blocks = 8_000_000 // (BLOCK_SIZE * 512) - 2
+    ready = f"is ready, with a KV cache of 8,000,000 bytes, which holds {num_blocks * BLOCK_SIZE:,} tokens"
     assert f"the model {folder} {ready}" in log
     assert f"API at {server.url}/v1" in log and f"{server.url}/cache" in log
     assert not re.search(r"GET /(health|v1/cache/stats|metrics)", log)

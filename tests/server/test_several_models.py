@@ -155,7 +155,7 @@ def test_model_that_cannot_be_served_leaves_the_present_one_as_it_was(
     step: str, folders: list[Path], demo_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = ModelKey(str(make_tiny_model(tmp_path / "wide", demo_model_folder, "llama of wide heads")))
-    mlx_paged.apply_patches(PagedConfig(kv_cache_memory=80_000 if step == "pool" else 1 << 20))
+    mlx_paged.apply_patches(PagedConfig(block_size=32, kv_cache_memory=80_000 if step == "pool" else 1 << 20))
     models = models_of_server.LoadedModels(parse(["--model", str(folders[0])]), ServerConfig())
     models.load_default()
     one, present, pool = models.default_key, (models.weights, models.texts), models.pool

@@ -12,9 +12,11 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlx_paged.config import PagedConfig
 from tests.support.processes.commands import ROOT, start
 
 START_SECONDS, WAIT_SECONDS = 120, 60
+BLOCK_SIZE = PagedConfig().tokens_per_block  # of a server on this machine
 
 
 class Answer(NamedTuple):
