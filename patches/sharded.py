@@ -13,6 +13,7 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx_lm import utils
 
 from ..ranks.world import agreed_budget as agreed_budget
+from ..ranks.world import check_heads as check_heads
 from ..ranks.world import check_same, connect, model_files
 from ..ranks.world import group_of as group_of
 from ..ranks.world import peers_of as peers_of

@@ -82,6 +82,13 @@ def peers_of(model: Any) -> Peers:
     return ranks_of(model) or ALONE
 
 
+def check_heads(model: Any) -> None:
+    """Raise ConfigError if a sharded model's key and value heads cannot be split over its ranks: mlx-lm cuts them."""
+    group, heads = group_of(model), getattr(getattr(model, "args", None), "num_key_value_heads", None)
+    if group is not None and isinstance(heads, int) and heads % group.size():
+        raise ConfigError(f"{heads} key and value heads cannot be split over {group.size()} ranks")
+
+
 # What must be the same ------------------------------------------------------------------------------------------------
 
 
@@ -95,14 +102,11 @@ def agreed_budget(model: Any, num_bytes: int, options: Mapping[str, Any]) -> int
         options: the pool's, by name.
 
     Raises:
-        ConfigError: the options, or the backends of kernels, differ, or the heads cannot be split over the ranks.
+        ConfigError: the options, or the backends of kernels, differ.
     """
     ranks = ranks_of(model)
     if ranks is None:
         return num_bytes
-    heads = getattr(getattr(model, "args", None), "num_key_value_heads", None)
-    if isinstance(heads, int) and heads % ranks.size:  # mlx-lm would cut heads
-        raise ConfigError(f"{heads} key and value heads cannot be split over {ranks.size} ranks")
     named = {name: repr(value) for name, value in options.items()}
     check_same(ranks, "the configuration", {**named, "backend": backend() or "the CPU"})
     return min(ranks.exchange(num_bytes))

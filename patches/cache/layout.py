@@ -18,6 +18,7 @@ from ...cache.layer_cache import LazyKV, hand_out
 from ...errors import GeometryError, check_device
 from ...kv.geometry import AttentionParams, Geometry, QueryHeads, Window
 from ...kv.group import LayerGroup
+from ..sharded import check_heads
 
 PROBE_ROWS = 3
 STOCK_NAMES = ("empty", "maybe_trim_front", "offset", "size", "start_position")  # what models may read of a paged cache
@@ -193,6 +194,9 @@ def layout_for(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagedL
     Args:
         stock: mlx-lm's own caches, with composite ones taken apart.
         spare: a second set, composed as the model expects; not usable afterwards.
+
+    Raises:
+        ConfigError: the model is sharded over ranks that cannot share its heads.
     """
     dtype = _dtype_of(model)
     key = (dtype, *[_kind(cache) for cache in stock])
@@ -290,6 +294,7 @@ def _kind(cache: Any) -> Hashable:
 
 
 def _new_layout(model: Any, stock: Sequence[Any], spare: Sequence[Any]) -> PagedLayout:
+    check_heads(model)
     candidates = [layer for layer, cache in enumerate(stock) if can_be_paged(cache)]
     try:
         probed = probe_layers(model, spare, candidates) if candidates else {}

@@ -21,7 +21,7 @@ from mlx_paged.ranks import connection, world
 from mlx_paged.ranks import ranks as ranks_module
 from mlx_paged.ranks.connection import Connection
 from mlx_paged.ranks.ranks import EXIT_STATUS, Ranks
-from mlx_paged.ranks.world import agreed_budget, check_same, group_of, model_files, parse_timeout
+from mlx_paged.ranks.world import check_same, group_of, model_files, parse_timeout
 from tests.support.cases import slow
 from tests.support.models.builders import build
 from tests.support.ranks import launch, scenarios
@@ -275,11 +275,12 @@ def test_sampled_bytes_of_each_file_count(at: int, tmp_path: Path) -> None:
 
 
 def test_heads_that_ranks_would_cut_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = SimpleNamespace(size=2, exchange=lambda value: [value, value])
-    monkeypatch.setattr(world, "ranks_of", lambda model: ranks)
-    assert agreed_budget(build("qwen3", num_attention_heads=4, num_key_value_heads=2), 100, {}) == 100
+    even, odd = (build("qwen3", num_attention_heads=2 * n, num_key_value_heads=n) for n in (2, 3))
+    world.check_heads(odd)  # not sharded
+    monkeypatch.setattr(world, "group_of", lambda model: SimpleNamespace(size=lambda: 2))
+    world.check_heads(even)
     with pytest.raises(ConfigError, match="3 key and value heads cannot be split over 2 ranks"):
-        agreed_budget(build("qwen3", num_attention_heads=6, num_key_value_heads=3), 100, {})
+        world.check_heads(odd)
 
 
 def test_api_keys_are_not_sent_to_other_ranks() -> None:
