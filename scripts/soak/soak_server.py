@@ -10,7 +10,7 @@ end. Then the script exits with 1 unless
 
 - the process is the one that was started, it is healthy, and no request has failed or is left;
 - every block that is held is held by the prefix cache;
-- resident memory at rest has grown by no more than 2 % since the first round that ended warm: every kind of request
+- resident memory at rest has grown by no more than 5 % since the first round that ended warm: every kind of request
   had been answered, requests preempted, and blocks evicted. It is not compared if fewer than two rounds did.
 
 The figures are printed as JSON.
@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support.processes.server_process import ServerProcess
 
-FLAT = 0.02
+FLAT = 0.05  # rounds of a few minutes vary by 3 %
 WARM_REQUESTS = 50  # per client, by the end of a round whose memory counts
 REST_SECONDS = 10  # without work: the server trims its heap after 5
 DRAIN_SECONDS = 60  # for the answers to requests sent before a deadline
