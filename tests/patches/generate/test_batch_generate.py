@@ -180,7 +180,7 @@ def _arrays(cache: Any) -> list[mx.array]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_blocks"), quick(crossed(["llama", "gemma3"], [None, 20]), ("gemma3", 20))
+    ("kind", "num_blocks"), quick(crossed(["llama", "gemma3"], [None, 16]), ("gemma3", 16))
 )  # fmt: skip
 def test_prefixes_are_shared_and_evicted_when_blocks_run_out(kind: str, num_blocks: int | None) -> None:
     model = model_of(kind)
