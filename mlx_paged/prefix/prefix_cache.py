@@ -117,7 +117,7 @@ class PrefixCache:
             return Match(0, [], tuple([] for _ in self.windows))
 
     def _candidates(
-        self, tokens: Sequence[int], salt: Hashable, to_state: bool, after: Sequence[Entry] = ()
+        self, tokens: Sequence[int], salt: Hashable, to_state: bool, after: Sequence[Entry]
     ) -> Iterator[list[Entry]]:
         """Yield the prefixes of ``tokens[:-1]`` that are here, longest first; with ``to_state`` those that end at a
         checkpoint."""
@@ -231,7 +231,7 @@ class PrefixCache:
             self.pool.lock.device.check()
             self.expire()
             checkpoint = None
-            if states is not None and not self._has_state(tokens, salt):
+            if states is not None and not self._has_state(tokens, salt, after):
                 checkpoint = states()
                 if checkpoint is None or not self._has_room(checkpoint.nbytes):
                     self.dropped_states += 1
@@ -252,8 +252,8 @@ class PrefixCache:
     def _whole(self, tokens: Sequence[int]) -> Sequence[int]:
         return tokens[: len(tokens) - len(tokens) % self.block_size]
 
-    def _has_state(self, tokens: Sequence[int], salt: Hashable) -> bool:
-        longest = next(self._candidates([*tokens, -1], salt, to_state=True), None)
+    def _has_state(self, tokens: Sequence[int], salt: Hashable, after: Sequence[Entry]) -> bool:
+        longest = next(self._candidates([*tokens, -1], salt, True, after), None)
         return longest is not None and longest[-1].end == len(tokens)
 
     def _has_room(self, nbytes: int) -> bool:

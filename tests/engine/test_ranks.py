@@ -277,6 +277,9 @@ def test_sampled_bytes_of_each_file_count(at: int, tmp_path: Path) -> None:
 def test_heads_that_ranks_would_cut_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     even, odd = (build("qwen3", num_attention_heads=2 * n, num_key_value_heads=n) for n in (2, 3))
     world.check_heads(odd)  # not sharded
+    ranks = SimpleNamespace(size=2, exchange=lambda value: [value, value])
+    monkeypatch.setattr(world, "ranks_of", lambda model: ranks)
+    assert world.agreed_budget(even, 100, {}) == 100
     monkeypatch.setattr(world, "group_of", lambda model: SimpleNamespace(size=lambda: 2))
     world.check_heads(even)
     with pytest.raises(ConfigError, match="3 key and value heads cannot be split over 2 ranks"):
