@@ -14,17 +14,9 @@ from mlx.nn.layers.distributed import (
     QuantizedShardedToAllLinear,
     ShardedToAllLinear,
 )
-from mlx.utils import tree_flatten
 
-from ..ranks.world import group_of
 from . import narrow_matmul
 from .narrow_matmul import PackedWeight
-
-# Largest model whose steps of one row use narrow layers. With larger ones the GPU, not the host's launches, is the
-# limit, and MLX reads weights as fast (docs/adr/0011).
-MOST_BYTES_OF_ONE_ROW = 1 << 33
-# The limit for a rank's part of a model: the host also captures two reductions per layer (docs/adr/0035).
-MOST_BYTES_OF_ONE_ROW_OVER_RANKS = 1 << 34
 
 
 def _weight_of(layer: nn.Module) -> narrow_matmul.Matrix | None:
@@ -115,22 +107,14 @@ _NARROW: dict[type, type] = {
 }
 
 
-def _gains(model: nn.Module, num_rows: int) -> bool:
-    if not narrow_matmul.is_available():
-        return False
-    if num_rows == 1:
-        nbytes: int = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-        return nbytes <= (MOST_BYTES_OF_ONE_ROW if group_of(model) is None else MOST_BYTES_OF_ONE_ROW_OVER_RANKS)
-    return num_rows <= narrow_matmul.MAX_PACKED_ROWS
-
-
 @contextmanager
 def narrow_layers(model: Any, num_rows: int) -> Iterator[None]:
-    """Make the model's linear layers and embeddings narrow within a ``with`` block, where that is faster. Layers of
-    derived classes stay as they are."""
+    """Make the model's linear layers and embeddings narrow within a ``with`` block, if a kernel multiplies so few rows.
+    Layers of derived classes stay as they are."""
     changed: list[tuple[nn.Module, type]] = []
+    is_served = isinstance(model, nn.Module) and num_rows <= narrow_matmul.MAX_PACKED_ROWS
     try:
-        if isinstance(model, nn.Module) and _gains(model, num_rows):
+        if is_served and narrow_matmul.is_available():
             for module in model.modules():
                 original = type(module)
                 if original in _NARROW:

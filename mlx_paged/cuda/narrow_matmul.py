@@ -75,8 +75,7 @@ PLAIN, BIASED, GATED, GROUPED = BODIES = (
     "narrow_matmul_gate",
     "narrow_matmul_group",
 )
-TILES = SMALL, LARGE = 16, 32  # rows of the part of the result that a thread group computes
-_COLUMNS = 16
+TILES = SMALL, MEDIUM, LARGE = 8, 16, 32  # rows of the part of the result that a thread group computes
 _SIMDGROUPS = 8
 _VECTOR = 8  # values per load
 
@@ -144,7 +143,14 @@ def _bits_of(weights: Sequence[Matrix]) -> int:
 
 
 def _tile_of(x: mx.array) -> int:
-    return SMALL if x.size <= SMALL * x.shape[-1] else LARGE
+    num_rows = x.size // x.shape[-1]
+    return next((tile for tile in TILES if num_rows <= tile), LARGE)
+
+
+def _columns_of(body: str, tile: int, bits: int) -> int:
+    """Return how many columns of a result a thread group computes. With more columns it loads rows fewer times, but a
+    few rows of one matrix are faster with twice the thread groups (docs/adr/0011)."""
+    return 32 if bits and tile > SMALL and body != GATED else 16
 
 
 def _body_of(weights: Sequence[Matrix], bias: mx.array | None, gated: bool) -> str:
@@ -154,16 +160,18 @@ def _body_of(weights: Sequence[Matrix], bias: mx.array | None, gated: bool) -> s
 def kernel_key(body: str, dtype: mx.Dtype, tile: int, bits: int = 0) -> KernelText:
     """Return the key of the kernel for matrices of ``bits`` per value (0: not quantised)."""
     matrices = 2 if body == GATED else 1  # matrices that a column is computed from
+    columns = _columns_of(body, tile, bits)
+    sixteens = columns * matrices // 16
     constants = (
         ("T", dtype),
         ("MT", tile // 8),
-        ("COLUMNS", _COLUMNS),
+        ("COLUMNS", columns),
         ("MATRICES", matrices),
-        ("R", _COLUMNS * matrices // 16),
+        ("R", sixteens),
         # Loads in flight: of 32 values of each row; of quantised matrices, of 128.
-        ("U", max(1, 8 // (bits * matrices)) if bits else 4 // matrices),
+        ("U", max(1, 8 // (bits * sixteens)) if bits else 4 // sixteens),
         ("SG", _SIMDGROUPS),
-        ("GROUPS", 2),
+        ("GROUPS", 3 if bits and tile == SMALL and matrices == 1 else 2),
     )
     if not bits:
         return body, constants
@@ -179,9 +187,11 @@ def launch(
     shapes: Sequence[tuple[int, ...]],
 ) -> list[mx.array]:
     """Launch a kernel. Returns an array of each of ``shapes``."""
-    key = kernel_key(body, x.dtype, tile, _bits_of(weights))
+    bits = _bits_of(weights)
+    key = kernel_key(body, x.dtype, tile, bits)
     threads = 32 * _SIMDGROUPS
-    tiles = sum(-(-w.shape[0] // _COLUMNS) for w in weights[: len(shapes)])
+    columns = _columns_of(body, tile, bits)
+    tiles = sum(-(-w.shape[0] // columns) for w in weights[: len(shapes)])
     outputs = list(shapes)
     if body == GROUPED and len(weights) < MAX_MATRICES:  # a placeholder: the grid ends before the third
         weights = [*weights, weights[-1]]
@@ -201,9 +211,10 @@ def passes_check(body: str, dtype: mx.Dtype, tile: int, bits: int) -> bool:
     its self-check or does not compile."""
     if dtype not in DTYPES or not is_available():
         return False
-    # Those likely to follow, too: rows that join, and drafts of a few rows, use the larger tile; a model that needs one
+    # Those likely to follow, too: rows that join, and drafts of a few rows, use larger tiles; a model that needs one
     # body mostly needs all.
-    compile_ahead(kernel_key(each, dtype, own, bits) for each, own in ((body, LARGE), *((b, tile) for b in BODIES)))
+    likely = [(each, tile) for each in BODIES] + [(body, own) for own in TILES if own > tile]
+    compile_ahead(kernel_key(each, dtype, own, bits) for each, own in likely)
     kernel = f"{kernel_key(body, dtype, tile, bits)[0]} ({dtype}, {tile} rows)"
     return check_and_warn(kernel, lambda: self_check(body, dtype, tile, bits))
 

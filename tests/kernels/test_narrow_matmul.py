@@ -18,6 +18,7 @@ from mlx_paged.cuda.narrow_matmul import (
     GATED,
     GROUPED,
     LARGE,
+    MEDIUM,
     PLAIN,
     SMALL,
     TILES,
@@ -44,7 +45,7 @@ def arrays(num_rows: int, width: int, depth: int, dtype: mx.Dtype = mx.bfloat16)
 def test_which_products_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(narrow_matmul, "passes_check", lambda *choice: asked.append(choice) or choice[1] != mx.float32)
-    assert covers(*arrays(1, 5, 64)) and covers(*arrays(16, 5, 64)) and covers(*arrays(17, 5, 64, mx.float16))
+    assert covers(*arrays(1, 5, 64)) and covers(*arrays(8, 5, 64)) and covers(*arrays(17, 5, 64, mx.float16))
     x, (w,) = arrays(32, 5, 64)
     bias = mx.zeros((5,), mx.bfloat16)
     assert covers(x, [w], bias) and covers(x, [w, w]) and covers(x, [w, w[:3], w])
@@ -56,6 +57,7 @@ def test_which_products_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies, dtypes, tiles, bits = zip(*asked, strict=True)
     assert bodies == (PLAIN, PLAIN, PLAIN, BIASED, GROUPED, GROUPED, GATED) and set(bits) == {0}
     assert tiles == (SMALL, SMALL, *[LARGE] * 5) and dtypes[2] == mx.float16
+    assert covers(*arrays(9, 5, 64)) and covers(*arrays(16, 5, 64)) and {choice[2] for choice in asked[-2:]} == {MEDIUM}
     assert not covers(*arrays(2, 5, 64, mx.float32))
     assert not covers(*arrays(0, 5, 64)) and not covers(*arrays(33, 5, 64)) and not covers(*arrays(2, 5, 60))
     assert not covers(*arrays(2, (1 << 17) + 1, 512))
@@ -136,13 +138,13 @@ def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPat
     assert not result.ok and "does not compile" in result.reason and np.isnan(result.rms)
 
 
-def test_tile_for_more_rows_is_compiled_ahead_with_that_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_for_more_rows_are_compiled_ahead_with_that_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[object] = []
     monkeypatch.setattr(narrow_matmul, "is_available", lambda: True)
     monkeypatch.setattr(narrow_matmul, "compile_ahead", lambda kernels: begun.extend(kernels))
     monkeypatch.setattr(narrow_matmul, "self_check", lambda *choice: CheckResult(True, 0.0, 0.0, ""))
     assert narrow_matmul.passes_check(GROUPED, mx.bfloat16, SMALL, 0)
-    assert narrow_matmul.kernel_key(GROUPED, mx.bfloat16, LARGE) in begun
+    assert {narrow_matmul.kernel_key(GROUPED, mx.bfloat16, tile) for tile in TILES} <= set(begun)
 
 
 @pytest.mark.gpu

@@ -104,6 +104,11 @@ __device__ inline uint4 load_aligned(const void* source) {
 __device__ inline bool is_aligned(const void* address) {
   return reinterpret_cast<unsigned long long>(address) % 16 == 0;
 }
+// Names a case that a generic lambda is compiled for.
+template <bool VALUE>
+struct Case {
+  static constexpr bool value = VALUE;
+};
 template <class T>
 __device__ inline unsigned pack(T low, T high) {
   unsigned short bits[2];
@@ -115,6 +120,9 @@ __device__ inline unsigned pack(T low, T high) {
 template <class T>
 __device__ inline uint4 load_words(const T* source) {
   return make_uint4(pack(source[0], source[1]), pack(source[2], source[3]), pack(source[4], source[5]), pack(source[6], source[7]));
+}
+__device__ inline uint4 load_words(const unsigned* source) {
+  return make_uint4(source[0], source[1], source[2], source[3]);
 }
 // Count this thread group as arrived, one of n, after its stores. Return true for the last: it sees the stores of all,
 // and the counter is 0 again.

@@ -10,11 +10,9 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
 
 import mlx_paged
 from mlx_paged import PagedConfig
-from mlx_paged.cuda import narrow_layers as narrow_layers_module
 from mlx_paged.cuda import narrow_matmul
 from mlx_paged.cuda.narrow_layers import gated
 from mlx_paged.cuda.narrow_matmul import BIASED, GATED, GROUPED, PLAIN
@@ -137,30 +135,6 @@ def mlx_dequantizes() -> Iterator[None]:
 
     with mock.patch.object(mx, "quantized_matmul", quantized_matmul):
         yield
-
-
-@pytest.mark.usefixtures("kernels")
-def test_step_of_one_row_uses_launches_only_for_small_models(
-    products: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = model_of("llama", mx.bfloat16)
-    nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    monkeypatch.setattr(narrow_layers_module, "MOST_BYTES_OF_ONE_ROW", nbytes)
-    batch(model, 1)
-    steps_of(LAUNCHES, products, 1)
-    products.clear()
-    monkeypatch.setattr(narrow_layers_module, "MOST_BYTES_OF_ONE_ROW", nbytes - 1)
-    mlx_paged.remove_patches()  # with its traces
-    mlx_paged.apply_patches(PagedConfig(block_size=16, kernel="on"))
-    batch(model, 1)
-    assert not products
-    # Over several ranks, reductions take the host's time too.
-    with mock.patch.object(narrow_layers_module, "group_of", lambda model: "a group"):
-        with narrow_layers(model, 1):
-            assert type(model.layers[0].mlp.up_proj) is not nn.Linear
-        monkeypatch.setattr(narrow_layers_module, "MOST_BYTES_OF_ONE_ROW_OVER_RANKS", nbytes - 1)
-        with narrow_layers(model, 1):
-            assert type(model.layers[0].mlp.up_proj) is nn.Linear
 
 
 def test_steps_not_yet_compiled_use_the_same_products(products: list[tuple[str, int]], kernels: Any) -> None:

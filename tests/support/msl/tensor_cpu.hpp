@@ -11,11 +11,13 @@ template <class T>
 inline uint4 load_words(const T* source) {
   return make_uint4(pack(source[0], source[1]), pack(source[2], source[3]), pack(source[4], source[5]), pack(source[6], source[7]));
 }
+inline uint4 load_words(const uint* source) { return make_uint4(source[0], source[1], source[2], source[3]); }
+template <bool VALUE>
+struct Case {
+  static constexpr bool value = VALUE;
+};
 template <class T>
-inline uint4 stream_load(const T* source) {
-  if constexpr (sizeof(T) == 4) return make_uint4(source[0], source[1], source[2], source[3]);
-  else return load_words(source);
-}
+inline uint4 stream_load(const T* source) { return load_words(source); }
 template <class T>
 inline uint4 load_aligned(const T* source) { return stream_load(source); }
 inline bool is_aligned(const void* address) { return reinterpret_cast<uint64_t>(address) % 16 == 0; }
