@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..attention import gather
 from ..attention.dispatch import Dispatch, attend, last_dispatch
-from ..config import PagedConfig
+from ..config import BLOCK_SIZE, PagedConfig
 from ..errors import PagedCacheError
 from ..kernels import nvidia
 from ..kernels.availability import backend, device_unsupported_reason
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     dtype: mx.Dtype
     head_dim: int
     gqa: int
-    block_size: int = 32
+    block_size: int = BLOCK_SIZE
     softcap: bool = False
     sinks: bool = False
 

@@ -171,6 +171,7 @@ def kernel_key(body: str, dtype: mx.Dtype, tile: int, bits: int = 0) -> KernelTe
         # Loads in flight: of 32 values of each row; of quantised matrices, of 128.
         ("U", max(1, 8 // (bits * sixteens)) if bits else 4 // sixteens),
         ("SG", _SIMDGROUPS),
+        # Thread groups for which a multiprocessor has registers.
         ("GROUPS", 3 if bits and tile == SMALL and matrices == 1 else 2),
     )
     if not bits:
