@@ -64,7 +64,7 @@ class PackedWeight(NamedTuple):
 
 MAX_ROWS = 32  # for more, cuBLAS is worth its call
 MAX_PACKED_ROWS = 256  # with quantised matrices, which cuBLAS does not support
-# Values of a matrix. Larger ones take the GPU longer than a call takes the host, and cuBLAS is faster for them.
+# Values of a matrix. Larger ones take the GPU longer than a call takes the host, so MLX multiplies with them.
 MAX_SIZE = 1 << 26
 MAX_PACKED_SIZE = 1 << 30  # for quantised ones, which MLX reads again for every few rows
 MAX_MATRICES = 3
@@ -148,8 +148,8 @@ def _tile_of(x: mx.array) -> int:
 
 
 def _columns_of(body: str, tile: int, bits: int) -> int:
-    """Return how many columns of a result a thread group computes. With more columns it loads rows fewer times, but a
-    few rows of one matrix are faster with twice the thread groups (docs/adr/0011)."""
+    """Return how many columns of a result a thread group computes: with more it loads rows fewer times, with fewer there
+    are more thread groups (docs/adr/0011). 16 of two matrices are 32."""
     return 32 if bits and tile > SMALL and body != GATED else 16
 
 

@@ -156,7 +156,7 @@ def test_products_on_a_gpu(dtype: mx.Dtype) -> None:
             result = self_check(body, dtype, tile)
             assert result.ok, result.reason
     mx.random.seed(0)
-    for num_rows in (2, 3, 8, 9, 15, 16, 17, 24, 31, 32):
+    for num_rows in (1, 2, 3, 8, 9, 15, 16, 17, 24, 31, 32):
         for width, depth in ((512, 2048), (2048, 8192), (100, 64), (2051, 1000), (8, 8), (33, 3000)):
             x = mx.random.normal((num_rows, 1, depth)).astype(dtype)
             w = (mx.random.normal((width, depth)) * depth**-0.5).astype(dtype)
@@ -188,6 +188,11 @@ def test_weights_may_begin_at_any_address() -> None:
         want = (x.astype(mx.float32)[:, None] * w.astype(mx.float32)).sum(-1)
         (got,) = products(x, [w])
         assert mx.allclose(got.astype(mx.float32), want, rtol=1e-2, atol=5e-2).item()
+        quantised = packed(40, 64)
+        words = mx.concatenate([mx.zeros((shift,), mx.uint32), quantised.words.flatten()])[shift:]
+        mx.eval(words)
+        moved = quantised._replace(words=words.reshape(quantised.words.shape))
+        assert mx.array_equal(products(x, [moved])[0], products(x, [quantised])[0]).item()
 
 
 @pytest.mark.gpu
@@ -200,7 +205,7 @@ def test_products_with_quantised_matrices_on_a_gpu(dtype: mx.Dtype, bits: int) -
             result = self_check(body, dtype, tile, bits)
             assert result.ok, result.reason
     mx.random.seed(0)
-    for num_rows in (2, 3, 8, 9, 16, 17, 31, 32, 33, 100, 256):
+    for num_rows in (1, 2, 3, 8, 9, 16, 17, 31, 32, 33, 100, 256):
         for width, depth, group_size in ((512, 2048, 64), (2048, 8192, 128), (100, 64, 32), (2051, 992, 32)):
             x = mx.random.normal((num_rows, 1, depth)).astype(dtype)
             w = packed(width, depth, bits, group_size, dtype)

@@ -14,7 +14,7 @@ from mlx_paged.kernels import build as kernel_build
 from tests.support.cases import crossed, quick, slow
 from tests.support.kernels.scratch import launch_alone
 from tests.support.msl import registers
-from tests.support.msl.emulator import EmuError
+from tests.support.msl.emulator import BF16, EmuError, as_np
 from tests.support.msl.harness import tensor_kernel, to_float
 
 SHARED_MEMORY = 48 << 10  # CUDA's limit without an opt-in
@@ -24,18 +24,40 @@ NO_COMPILER = pytest.mark.skipif(registers.compiler() is None, reason="nvcc is n
 
 
 @pytest.fixture
-def emulated(monkeypatch):
+def shifted():
+    """Names of a kernel's inputs that begin one element after a multiple of 16 bytes, on the emulator."""
+    return set()
+
+
+@pytest.fixture
+def emulated(monkeypatch, shifted):
     """Run the launch code on the emulator; calling the fixture's value with (old, new) plants a mutation."""
     edits, planted = [], set()
 
     def build(body, constants):
         kernel, outputs = tensor_kernel(body, constants, edits, planted)
-        # With two matrices, the third output is not written.
-        return partial(kernel, sparse=outputs[2:], checked=True, orders=(0, 2), tg_limit=SHARED_MEMORY)
+
+        def launch(*, inputs, **call):
+            inputs = [at_odd_address(x) if name in shifted else x for name, x in zip(kernel.inn, inputs, strict=True)]
+            # With two matrices, the third output is not written.
+            options = {"sparse": outputs[2:], "checked": True, "orders": (0, 2), "tg_limit": SHARED_MEMORY}
+            return kernel(inputs=inputs, **options | call)
+
+        return launch
 
     monkeypatch.setattr(kernel_build, "build_kernel", build)
     yield lambda *edit: edits.append(edit)
     assert planted == set(edits)
+
+
+def at_odd_address(x):
+    """Return a copy that begins one element after a multiple of 16 bytes."""
+    values, _ = as_np(x)
+    memory = np.empty(values.size + 16, values.dtype)
+    start = -memory.ctypes.data % 16 // values.itemsize + 1
+    copy = memory[start : start + values.size].reshape(values.shape)
+    copy[...] = values
+    return copy.view(BF16) if x.dtype == mx.bfloat16 else copy
 
 
 def noise(shape, dtype, seed, scale=1.0):
@@ -119,11 +141,26 @@ def test_several_matrices(emulated, form, widths, tiles=TILES):
             assert np.array_equal(to_float(out), run(x, w, None, tile))
 
 
-@pytest.mark.parametrize("form", [None, (8, 32)])
-def test_values_may_begin_at_any_address(emulated, form):
-    emulated("is_aligned(x) && is_aligned(matrix) && is_aligned(partner)", "false")
+def gated_rows(form):
+    """Return what 9 rows get from two matrices and their activation."""
     depth = 264 if form is None else 256
-    check(rows(9, depth, mx.float16), weight(20, depth, form, mx.float16), None, TILES[0])
+    x, weights = rows(9, depth, mx.bfloat16), [weight(20, depth, form, mx.bfloat16, seed) for seed in (0, 1)]
+    return to_float(narrow_matmul.launch(GATED, x, weights, None, TILES[0], [(9, 20)])[0])
+
+
+@pytest.mark.parametrize(("form", "name"), crossed([None, (4, 64), (8, 32)], ["x", "w", "w1"]))
+def test_values_may_begin_at_any_address(emulated, shifted, form, name):
+    want = gated_rows(form)
+    shifted.add(name)
+    assert np.array_equal(gated_rows(form), want)
+
+
+@pytest.mark.parametrize(("form", "name"), crossed([None, (4, 64)], ["x", "w", "w1"]))
+def test_each_address_is_asked(emulated, shifted, form, name):
+    emulated(f"is_aligned({ {'x': 'x', 'w': 'matrix', 'w1': 'partner'}[name] })", "true")
+    shifted.add(name)
+    with pytest.raises(EmuError, match="odd address"):
+        gated_rows(form)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +198,7 @@ def check_order(emulated, form):
 
 
 def check_grouped(emulated, form):
-    test_several_matrices(emulated, form, (40, 70, 33), TILES[:1])
+    test_several_matrices(emulated, form, (40, 70, 33), TILES[:2])
 
 
 def check_gate(emulated, form):
@@ -186,6 +223,7 @@ MUTATIONS = {
     "the other tail": (None, check_gate, "gate < 0.0f ? tail", "gate > 0.0f ? tail"),
     "not rounded": (None, check_gate, "rounded(gate * sigmoid)", "(gate * sigmoid)"),
     "packed: a share twice": (PACKED, check_product, "(u + U) * SG * SHARE", "u * SG * SHARE"),
+    "packed: a share twice, of 32 rows": (PACKED, check_product, "if (!AHEAD) parts[u] = load(first + u * SG * SHARE)", "if (!AHEAD && first < SG * SHARE) parts[u] = load(first)"),
     "packed: the first share for all": (PACKED, check_product, "load((warp + u * SG) * SHARE)", "load(warp * SHARE)"),
     "packed: the next group's scale": (PACKED, check_product, "row * groups + (at >> shift)", "row * groups + (at >> shift) + 1"),
     "packed: another size of groups": (PACKED, check_product, "depth == groups * 64 ? 6 : 7", "depth == groups * 64 ? 7 : 6"),
@@ -223,7 +261,7 @@ def test_planted_mutations_are_found(emulated, name):
 @pytest.mark.parametrize("body", [PLAIN, *(pytest.param(b, marks=SLOW) for b in narrow_matmul.BODIES if b != PLAIN)])
 def test_a_product_of_few_values_reads_nothing_out_of_bounds(emulated, body):
     for bits in (4, 8):
-        key = narrow_matmul.kernel_key(body, mx.bfloat16, TILES[0], bits)
+        key = narrow_matmul.kernel_key(body, mx.bfloat16, TILES[1], bits)
         outs = launch_alone(*key, lambda *kernel: partial(kernel_build.build_kernel(*kernel), sparse=()))
         assert all(not to_float(out).any() for out in outs)
 
@@ -237,16 +275,17 @@ def test_the_self_check_passes_and_finds_a_mutation(emulated, body, monkeypatch)
         return lambda **call: [mx.array(to_float(out)).astype(mx.bfloat16) for out in kernel(**call, orders=(0,))]
 
     monkeypatch.setattr(kernel_build, "build_kernel", arrays_of)
-    result = narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4)
+    result = narrow_matmul.self_check(body, mx.bfloat16, TILES[1], 4)
     assert result.ok, result.reason
     emulated("depth == groups * 64 ? 6 : 7", "7")
-    assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[0], 4).ok
+    assert not narrow_matmul.self_check(body, mx.bfloat16, TILES[1], 4).ok
 
 
 @NO_COMPILER
-@pytest.mark.parametrize("bits", [4, *slow(8)])
-def test_the_largest_tile_spills_little(bits):
-    bodies = (GATED, GROUPED)
-    texts = [narrow_matmul.kernel_key(body, mx.bfloat16, narrow_matmul.LARGE, bits) for body in bodies]
-    for body, found in zip(bodies, registers.registers_of_each(tuple(texts)), strict=True):
-        assert found.stored <= 80 and found.loaded <= 112 and found.used <= 128, (body, found)
+@pytest.mark.parametrize("bits", [4, *slow(0, 8)])
+def test_tiles_spill_little(bits):
+    kernels = [(body, tile) for body in (GATED, GROUPED) for tile in TILES]
+    texts = [narrow_matmul.kernel_key(body, mx.bfloat16, tile, bits) for body, tile in kernels]
+    for kernel, found in zip(kernels, registers.registers_of_each(tuple(texts)), strict=True):
+        most = 0 if bits == 0 else 80 if kernel[1] == narrow_matmul.LARGE else 32
+        assert found.stored <= most and found.loaded <= most and found.used <= 128, (kernel, found)

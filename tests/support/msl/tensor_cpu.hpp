@@ -17,7 +17,10 @@ struct Case {
   static constexpr bool value = VALUE;
 };
 template <class T>
-inline uint4 stream_load(const T* source) { return load_words(source); }
+inline uint4 stream_load(const T* source) {
+  if (reinterpret_cast<uint64_t>(source) % 16) msl_rt::fail("a load of 16 bytes at an odd address");
+  return load_words(source);
+}
 template <class T>
 inline uint4 load_aligned(const T* source) { return stream_load(source); }
 inline bool is_aligned(const void* address) { return reinterpret_cast<uint64_t>(address) % 16 == 0; }
