@@ -164,9 +164,9 @@ def padded_rows(num_rows: int) -> int:
 
 
 def padded_pack(num_tokens: int) -> int:
-    """Return the number of rows of a compiled step for a pack of ``num_tokens`` tokens. CUDA kernels multiply 8 rows in
-    the time of one, then 16, and compiling a shape costs several steps; so verifications of one row share shapes."""
-    return rounded_up(num_tokens, 8 if num_tokens <= 8 else 16) if backend() == "cuda" else padded_rows(num_tokens)
+    """Return the number of rows of a compiled step for a pack of ``num_tokens`` tokens. On CUDA 16 rows take little
+    longer than fewer, and compiling a shape costs several steps; so verifications of one row share a shape."""
+    return rounded_up(num_tokens, 16) if backend() == "cuda" else padded_rows(num_tokens)
 
 
 class CompiledStep:

@@ -146,9 +146,9 @@ def test_padded_batches_have_few_sizes() -> None:
     assert len({compiled_step.padded_rows(n) for n in range(1, 1025)}) < 24
 
 
-def test_pack_sizes_are_8_or_multiples_of_16_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_sizes_are_multiples_of_16_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_step, "backend", lambda: "cuda")
-    assert [compiled_step.padded_pack(n) for n in (2, 8, 9, 16, 17, 33, 72, 129)] == [8, 8, 16, 16, 32, 48, 80, 160]
+    assert [compiled_step.padded_pack(n) for n in (2, 9, 16, 17, 33, 72, 129)] == [16, 16, 16, 32, 48, 80, 160]
     monkeypatch.setattr(compiled_step, "backend", lambda: "metal")
     assert all(compiled_step.padded_pack(n) == compiled_step.padded_rows(n) for n in range(1, 100))
 
