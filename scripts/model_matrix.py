@@ -127,7 +127,7 @@ def examine(name: str, num_tokens: int = 64) -> Row:
         expected = [alone(model, length, num_tokens, chunk) for length in PROMPTS]
     except (Exception, SystemExit) as error:
         return Row(name, "not built", reasons=reason_of(error))
-    warn.forget_warnings()
+    warn._given.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mlx_paged.apply_patches(PagedConfig(block_size=BLOCK_SIZE, kv_cache_memory=1 << 28))

@@ -15,7 +15,7 @@ from ..cache.batch import NoBlocksError
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..device import confirm
-from ..errors import DeviceWatch, PoolExhaustedError, RequestFailedError, check_device
+from ..errors import DeviceWatch, PoolExhaustedError, RequestFailedError, check_device, without_frames
 from ..kernels.availability import on_metal
 from ..kv.pool import BlockPool
 from ..prefix.prefix_cache import SharedPrefixes
@@ -379,7 +379,7 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Fail a request; the others go on."""
-        failure = RequestFailedError.without_frames(request.uid, error)
+        failure = RequestFailedError(request.uid, without_frames(error))
         self.scheduler.remove([request])
         self.batch.remove([request], keep_caches=False)
         del self.requests[request.uid]
