@@ -33,10 +33,6 @@ class ByModel(Generic[T]):
         entry[1][self.what] = value
         return value
 
-    def forget(self, model: Any) -> None:
-        """Drop the model's value, if there is one."""
-        _values_of(model).pop(self.what, None)
-
     def clear(self) -> None:
         """Drop the values of all models."""
         for _, values in list(_kept.values()):
@@ -46,9 +42,6 @@ class ByModel(Generic[T]):
         """Return the models that have a value."""
         found = [ref() for ref, values in list(_kept.values()) if self.what in values]
         return [model for model in found if model is not None]
-
-    def __len__(self) -> int:
-        return sum(self.what in values for _, values in list(_kept.values()))
 
 
 def kept_of(model: Any) -> dict[str, Any]:

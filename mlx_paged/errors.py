@@ -162,11 +162,6 @@ class RequestFailedError(PagedCacheError, RuntimeError):
         super().__init__(f"request {uid} failed: {type(cause).__name__}: {cause}")
         self.__cause__ = cause
 
-    @classmethod
-    def without_frames(cls, uid: int, cause: BaseException) -> RequestFailedError:
-        """Return the error to raise for a request; see :func:`without_frames`."""
-        return cls(uid, without_frames(cause))
-
 
 class GrammarError(PagedCacheError, ValueError):
     """A grammar cannot be used, or it failed while an answer was generated."""

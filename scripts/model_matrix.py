@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +21,7 @@ from mlx_lm.generate import generate_step
 
 import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache, warn
+from mlx_paged.engine import engine as engine_module
 from scripts.support import model_configs
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -92,10 +94,10 @@ def batched(
     model: Any, num_tokens: int, chunk: int = model_configs.CHUNK, packs: bool | None = None
 ) -> tuple[list[Run], Any]:
     """Run all prompts in one batch; ``packs``: in packs, if the model allows it. Return the runs and the generator."""
-
-    kind = type("Generator", (sys.modules["mlx_lm.generate"].BatchGenerator,), {"packs": packs})
-    generator = kind(model, max_tokens=num_tokens, prefill_step_size=chunk)
-    if packs and generator._engine is not None:
+    default = engine_module.packs_by_default
+    with mock.patch.object(engine_module, "packs_by_default", default if packs is None else lambda pool: packs):
+        generator = sys.modules["mlx_lm.generate"].BatchGenerator(model, max_tokens=num_tokens, prefill_step_size=chunk)
+    if packs:
         generator._engine.scheduler.token_budget = len(PROMPTS) * chunk  # a chunk of each prompt per step
     uids = generator.insert([prompt_of(length) for length in PROMPTS])
     found: dict[int, tuple[list[int], list[np.ndarray]]] = {uid: ([], []) for uid in uids}
@@ -127,7 +129,7 @@ def examine(name: str, num_tokens: int = 64) -> Row:
         expected = [alone(model, length, num_tokens, chunk) for length in PROMPTS]
     except (Exception, SystemExit) as error:
         return Row(name, "not built", reasons=reason_of(error))
-    warn.forget_warnings()
+    warn._given.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mlx_paged.apply_patches(PagedConfig(block_size=BLOCK_SIZE, kv_cache_memory=1 << 28))

@@ -21,10 +21,10 @@ import pytest
 from hypothesis import settings
 
 import mlx_paged
+from mlx_paged import warn
 from mlx_paged.engine import compiled_step
 from mlx_paged.kernels import ops as gpu_kernels
 from mlx_paged.patches import registry
-from mlx_paged.warn import forget_warnings
 from tests.support.kernels.fake_kernels import FakeKernels, fake_kernels
 from tests.support.processes.precompiled import precompile_headers
 
@@ -73,7 +73,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def unpatched() -> Iterator[None]:
     """Start and end every test with stock mlx-lm."""
     registry.remove_patches()
-    forget_warnings()
+    warn._given.clear()
     mlx_paged.reset_dispatch_counts()
     yield
     registry.remove_patches()

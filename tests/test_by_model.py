@@ -13,17 +13,17 @@ def test_value_belongs_to_one_model_and_is_dropped_with_it() -> None:
     assert values.get(first) is None
     assert values.put(first, [1]) is values.get(first)
     values.put(first, [2])
-    assert values.get(first) == [2] and values.get(second) is None and len(values) == 1
+    assert values.get(first) == [2] and values.get(second) is None and values.models() == [first]
     with without_collector():
         del first
-        assert len(values) == 0
+        assert not values.models()
     values.put(second, [3])
     values.clear()
     assert values.get(second) is None
     values.put(second, [4])
     with without_collector():
         del second
-        assert len(values) == 0
+        assert not values.models()
 
 
 def test_model_that_reuses_a_dead_models_id_has_no_value() -> None:
@@ -44,7 +44,7 @@ def test_kept_of_returns_all_values_of_a_model() -> None:
     texts.put(model, "one")
     assert kept_of(model) == {"a number": 1, "a text": "one"}
     kept_of(model).clear()
-    numbers.forget(model)
-    assert kept_of(model) == {"a text": "one"} and (len(numbers), len(texts)) == (0, 1)
+    numbers.clear()
+    assert kept_of(model) == {"a text": "one"} and (numbers.models(), texts.models()) == ([], [model])
     texts.clear()
     assert kept_of(model) == {}

@@ -58,6 +58,6 @@ def test_error_raised_repeatedly_has_one_note() -> None:
 
 def test_request_failed_error_keeps_its_cause_without_frames() -> None:
     error, held = caught()
-    report = RequestFailedError.without_frames(7, error)
+    report = RequestFailedError(7, without_frames(error))
     assert held() is None
     assert report.uid == 7 and report.__cause__ is error and "outer" in str(report)

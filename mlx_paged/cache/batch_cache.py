@@ -218,17 +218,6 @@ class PagedBatchKVCache(LayerCache):
         window_under(self.group.spec, window_size)  # raises GeometryError for chunked attention
         return batch.narrow_mask(window_size)
 
-    def size(self) -> int:
-        """Return the number of visible tokens of the longest sequence."""
-        batch = self.batch
-        behind = np.array(batch.counts) if self.layer in batch.behind else 0
-        longest = int((lengths_of(batch.tables) - behind).max(initial=0))
-        return longest if self.window is None else min(longest, self.window)
-
-    def empty(self) -> bool:
-        """Return whether no row has a token."""
-        return self.size() == 0
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(layer={self.layer}, rows={len(self.batch)})"
 

@@ -169,13 +169,6 @@ class PagedKVCache(LayerCache):
         else:
             raise PromptCacheError("a state must be that of a paged cache, or (keys, values, offset)")
 
-    @classmethod
-    def from_state(cls, state: tuple[Any, ...]) -> PagedKVCache:
-        """Return a fork of the cache the state was taken from."""
-        if len(state) == 2 and isinstance(state[1], PagedKVCache):
-            return copy.deepcopy(state[1])
-        raise PromptCacheError("dense keys need a pool: make a cache with make_prompt_cache(model) and set its state")
-
     @property
     def nbytes(self) -> int:
         """Bytes of this layer in the blocks this sequence holds; shared blocks count in each sequence."""

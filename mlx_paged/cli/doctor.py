@@ -236,7 +236,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         config.check_rotation()
         config.check_kernel()
         sys.exit(1 if run(config, args.report) else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -341,7 +341,3 @@ def _generate_step(
                 f"the KV cache budget of {pool.memory_budget:,} bytes is too small: {num_tokens:,} tokens of prompt "
                 f"and answer need {needed:,} bytes. Raise kv_cache_memory (--kv-cache-memory) or use fewer tokens"
             ) from error
-
-
-if __name__ == "__main__":
-    main()

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ..errors import ConfigError
+from ..server.clients import VARIABLE as KEY_VARIABLE
 from .terminal import add_version, orderly_end
 
-KEY_VARIABLE = "MLX_PAGED_API_KEY"
 LOOK_SECONDS = 0.2
 END_SECONDS = 45.0  # until the server is killed; by default it drains for 30 s
 # A long prompt takes minutes. Claude Code, Codex and OpenCode give up after 300 s without an event, aider after 600 s.
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> None:
         command = shutil.which(args.client)
         if command is None:
             raise ConfigError(f"{args.client} is not installed: {client.install}")
-        for number in (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
+        for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that _server ends the server
         key = _key(options)
         if args.url is not None:

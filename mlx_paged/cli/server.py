@@ -202,7 +202,3 @@ def run_upstream(args: argparse.Namespace, config: ServerConfig) -> None:
             setattr(args, name, default)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it shuts down in order only at an interrupt
     upstream.run(args.host, args.port, upstream.ModelProvider(args))
-
-
-if __name__ == "__main__":
-    main()

@@ -282,7 +282,7 @@ class Depth:
         if self._last is not None:
             self._last.drafts = num_drafts
 
-    def note(self, num_rows: int, drafted: Sequence[int], accepted: Sequence[int], *, is_new: bool = False) -> None:
+    def note(self, drafted: Sequence[int], accepted: Sequence[int], *, is_new: bool = False) -> None:
         """Note the numbers of drafts that the current step verified and accepted, by row. With ``is_new`` a step was
         compiled in it, so its time says nothing."""
         self.acceptance.note(drafted, accepted)

@@ -338,7 +338,7 @@ class DraftModel:
             able.append((tried, right))
             self._drop_drafts(row, right if self.keeps_accepted else 0)
         if able:
-            self.depth.note(len(rows), [tried for tried, _ in able], [right for _, right in able], is_new=is_new)
+            self.depth.note([tried for tried, _ in able], [right for _, right in able], is_new=is_new)
 
 
 def _tokens(row: Request, begin: int, end: int) -> list[int]:

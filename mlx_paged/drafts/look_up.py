@@ -233,7 +233,7 @@ class LookUp:
         is_new: bool,
     ) -> None:
         """Note acceptance, and add the tokens of rows with drafts up to their next one, which later drafts follow."""
-        self.depth.note(len(rows), drafted, accepted, is_new=is_new)
+        self.depth.note(drafted, accepted, is_new=is_new)
         for row, count, token in zip(rows, drafted, following, strict=True):
             predictor = self.rows.get(row)
             if predictor is not None and count:

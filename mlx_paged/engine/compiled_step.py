@@ -182,7 +182,6 @@ class CompiledStep:
     trace holds megabytes; the latest :data:`MOST_TRACES` are kept.
 
     Args:
-        pool: pool of the caches.
         forward: the model's own step.
 
     Attributes:
@@ -190,7 +189,7 @@ class CompiledStep:
         failure: why steps are no longer compiled; None while they are.
     """
 
-    def __init__(self, pool: BlockPool, forward: Forward) -> None:
+    def __init__(self, forward: Forward) -> None:
         self.failure: str | None = None
         self.forward = forward
         self._pool: BlockPool | None = None  # in a step only, as the next ones

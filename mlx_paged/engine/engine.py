@@ -15,7 +15,7 @@ from ..cache.batch import NoBlocksError
 from ..cache.composites import leaves
 from ..cache.paged_kv_cache import PagedKVCache
 from ..device import confirm
-from ..errors import DeviceWatch, PoolExhaustedError, RequestFailedError, check_device
+from ..errors import DeviceWatch, PoolExhaustedError, RequestFailedError, check_device, without_frames
 from ..kernels.availability import on_metal
 from ..kv.pool import BlockPool
 from ..prefix.prefix_cache import SharedPrefixes
@@ -64,8 +64,6 @@ class Engine:
         prefill_batch_size: most of them whose prompt is being computed.
         prefixes: a prefix cache.
         factory: makes the requests' caches, all of them in one pool.
-        packs: compute chunks of several prompts as packs if the model :func:`.prefill.can_pack`; None: see
-            :func:`.prefill.packs_by_default`.
         reads_blocks_only: see :func:`.prefill.can_pack`.
         state_interval: see :class:`.sharing.Sharing`.
         prefill_latency: milliseconds that the prompts of a step may take beside requests that decode or wait, where
@@ -86,7 +84,6 @@ class Engine:
         prefill_batch_size: int,
         prefixes: SharedPrefixes | None = None,
         factory: Callable[[], list[Any]],
-        packs: bool | None = None,
         reads_blocks_only: bool = True,
         state_interval: int | None = None,
         prefill_latency: int = LATENCY_MS,
@@ -105,7 +102,7 @@ class Engine:
         self.can_pack = can_pack(
             fresh, batch.upstream.state_cache, reads_blocks_only=reads_blocks_only, takes_rows=batch.takes_rows
         )
-        self.packs = self.can_pack and (packs_by_default(self.pool) if packs is None else packs)
+        self.packs = self.can_pack and packs_by_default(self.pool)
         self.sharing: Sharing | None = None
         # Caches that keep a prompt's first tokens (max_kv_size): what a token sees depends on where chunks begin.
         self.keeps_tokens = any(getattr(cache, "keep", 0) for cache in leaves(fresh))
@@ -379,7 +376,7 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Fail a request; the others go on."""
-        failure = RequestFailedError.without_frames(request.uid, error)
+        failure = RequestFailedError(request.uid, without_frames(error))
         self.scheduler.remove([request])
         self.batch.remove([request], keep_caches=False)
         del self.requests[request.uid]

@@ -74,8 +74,8 @@ class GrammarSource(NamedTuple):
     """The text of a grammar, for any model.
 
     Attributes:
-        kind: ``json`` (a JSON schema), ``regex``, ``lark``, ``choice`` (Lark made from texts), or ``tools`` (Lark made
-            from the schemas of tools).
+        kind: ``json`` (a JSON schema), ``regex`` (matched as a whole), ``lark`` (its start rule is ``start``),
+            ``choice`` (Lark made from texts), or ``tools`` (Lark made from the schemas of tools).
         text: the schema, regular expression or grammar.
     """
 
@@ -86,16 +86,6 @@ class GrammarSource(NamedTuple):
     def json(cls, schema: Any) -> GrammarSource:
         """Return the source of an answer that is JSON matching a schema, given parsed."""
         return cls("json", json.dumps(schema))
-
-    @classmethod
-    def regex(cls, expression: str) -> GrammarSource:
-        """Return the source of an answer that matches a regular expression as a whole."""
-        return cls("regex", expression)
-
-    @classmethod
-    def lark(cls, grammar: str) -> GrammarSource:
-        """Return the source of a context-free grammar in Lark, whose start rule is ``start``."""
-        return cls("lark", grammar)
 
     @classmethod
     def choice(cls, answers: Sequence[str]) -> GrammarSource:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
-from threading import get_ident
+from threading import Event, Timer, get_ident
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..warn import warn_when_slow
 from .availability import backend
 from .bodies import BODIES, kernel_text
 from .nvidia import part
@@ -27,6 +27,9 @@ Constants = tuple[tuple[str, Any], ...]
 KernelText = tuple[str, Constants]
 Output = tuple[tuple[int, ...], mx.Dtype]  # shape and dtype
 Launch = Callable[[list[mx.array]], list[mx.array]]
+
+SLOW_SECONDS = 1.0
+_has_said_so = Event()  # that kernels are compiled
 
 _TYPE_NAMES = {mx.float32: "float", mx.int32: "int", mx.uint32: "uint32_t"}
 TYPE_NAMES = {
@@ -207,6 +210,24 @@ def compile_ahead(kernels: Iterable[KernelText]) -> None:
         part("cubins").compile_ahead(kernels)
 
 
-def warn_when_compiling() -> AbstractContextManager[None]:
-    """Return a context manager for code that may compile kernels: reports it once, on a terminal, if it takes long."""
-    return warn_when_slow("compiling kernels")
+@contextmanager
+def warn_when_compiling() -> Iterator[None]:
+    """Say on stderr, if that is a terminal, that kernels are compiled, when the block takes more than a second; once in
+    a process."""
+    if _has_said_so.is_set() or sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    timer = Timer(SLOW_SECONDS, _say_so)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say_so() -> None:
+    if not _has_said_so.is_set():
+        _has_said_so.set()
+        with suppress(OSError, ValueError):  # its reader may have gone
+            print("mlx_paged: compiling kernels", file=sys.stderr, flush=True)

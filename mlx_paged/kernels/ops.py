@@ -326,7 +326,7 @@ def prepare_gather(
     text = _pool_text("gather", k_pool, v_pool, pages, stored)
     known = dict(text[1])
     threads = length * (max(known["D"], known["DV"]) // (1 if stored else 4))  # each copies a word, or 4 elements
-    grid = _round_up(threads, 256), heads, 1 if pages is None else 2
+    grid = -(-threads // 256) * 256, heads, 1 if pages is None else 2
     outputs = [((1, heads, length, known[size]), known["T"]) for size in ("D", "DV")]
     launch = prepare(text, grid, 256, [*outputs, FENCE])
     return lambda k_pool, v_pool, fence: tuple(launch([k_pool, v_pool, fence, ids, span]))  # type: ignore[return-value]
@@ -349,7 +349,3 @@ def copy_blocks(
     gather = prepare_gather(k_pool, v_pool, source, 0, len(source) * block_size, pages, stored=stored)
     k, v, fence = gather(k_pool, v_pool, fence)
     return prepare_write(k_pool, v_pool, mx.array(slots), pages, stored=stored)(k_pool, v_pool, fence, k, v)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -8,7 +8,7 @@ from ..errors import BlockStateError
 
 NULL_BLOCK = 0  # never handed out: padding rows and released positions point at it
 # Free blocks left on either side of a sequence's first blocks on a CPU, for this sequence and the one before to grow
-# into: with blocks of 32 tokens as many tokens as mlx-lm's caches reserve at a time.
+# into: 64 tokens in blocks of 8, a CPU's default.
 SPACING = 8
 
 

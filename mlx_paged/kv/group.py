@@ -120,7 +120,7 @@ class Group:
         self.geometry: Geometry | None = None
         self.heads: QueryHeads | None = None  # of the queries that the blocks were chosen for, with the geometry
         self.blocks: list[Blocks] = []  # of each layer; none before the geometry is known
-        self.choice: BlocksChoice | None = None
+        self.has_kernel = False  # whether kernels may attend over the blocks
         self.in_place = False  # whether kernels write and read the blocks, on a GPU
         self.blocks_reason = "nothing written yet"
         self.page_format = page_format  # the format asked for
@@ -213,11 +213,6 @@ class Group:
         """Bytes of the group's tensors."""
         return self.bytes_per_block * self.allocator.num_blocks if self.has_tensors else 0
 
-    @property
-    def has_kernel(self) -> bool:
-        """Whether kernels may attend over the blocks."""
-        return self.choice is not None and self.choice.has_kernel
-
     def unsupported_reason(self, heads: QueryHeads, *, is_prefill: bool = False) -> str | None:
         """Return why the decode kernel, or the prefill kernel, cannot serve such queries over the blocks, or None. The
         first call self-checks it."""
@@ -291,7 +286,7 @@ class Group:
         geometry, dense_reason = geometry.in_format(self.page_format, self.spec.always_dense_reason)
         choice = self._choose_blocks(geometry, self.block_size, heads)
         self.blocks = self._new_blocks(choice, geometry, self.allocator.num_blocks)
-        self.geometry, self.choice, self.in_place = geometry, choice, self.blocks[0].in_place
+        self.geometry, self.has_kernel, self.in_place = geometry, choice.has_kernel, self.blocks[0].in_place
         self.dense_reason, self.blocks_reason = dense_reason, choice.reason
         self.heads = heads or QueryHeads(geometry.num_kv_heads)
         if self.dense_reason is not None:

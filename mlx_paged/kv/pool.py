@@ -311,8 +311,6 @@ class BlockPool:
             TrimError: more tokens than the table has, or the window before the new end is no longer held.
         """
         length = table.length - num_tokens
-        if num_tokens < 0 or length < 0:
-            raise TrimError(f"cannot trim {num_tokens} of {table.length} tokens")
         self.check_trim(table, length)
         with self.lock:
             table.length = length

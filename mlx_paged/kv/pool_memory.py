@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Protocol
 
 from ..errors import ConfigError, PoolExhaustedError
@@ -168,6 +170,10 @@ class PoolMemory:
     def holders(self) -> list[BlockHolder]:
         """Return the prefix caches over the pool that are alive."""
         return [holder for ref in self._holders if (holder := ref()) is not None]
+
+    def cached_references(self, group: int) -> Counter[int]:
+        """Return how many references prefix caches have on each block of a group."""
+        return Counter(chain.from_iterable(ids for holder in self.holders() for ids in holder.held(group)))
 
     @property
     def state_nbytes(self) -> int:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import BlockStateError
-from .allocator import NULL_BLOCK, BlockAllocator
+from .allocator import NULL_BLOCK
 from .block_table import BlockTable
 from .group import Group
-from .pool_memory import BlockHolder
 
 if TYPE_CHECKING:
     from .pool import BlockPool
@@ -93,7 +91,7 @@ class PagedCacheStats:
             bytes_in_use=sum(g.bytes_per_block * g.allocator.num_live for g in groups),
             budget_bytes=pool.memory_budget,
             cow_forks=pool.cow_forks,
-            cached_blocks=sum(_num_cached(group.allocator, index, holders) for index, group in enumerate(groups)),
+            cached_blocks=sum(_num_cached(pool, group) for group in groups),
             evictions=sum(holder.evictions for holder in holders),
             prefix_hit_tokens=sum(holder.hit_tokens for holder in holders),
             preemptions=pool.preemptions,
@@ -128,12 +126,9 @@ class PagedCacheStats:
         )
 
 
-def _num_cached(allocator: BlockAllocator, group: int, holders: Sequence[BlockHolder]) -> int:
-    held: Counter[int] = Counter()
-    for holder in holders:
-        for block_ids in holder.held(group):
-            held.update(block_ids)
-    return sum(block_id != NULL_BLOCK and allocator.refcount(block_id) == n for block_id, n in held.items())
+def _num_cached(pool: BlockPool, group: Group) -> int:
+    held, refcount = pool.memory.cached_references(group.index), group.allocator.refcount
+    return sum(block_id != NULL_BLOCK and refcount(block_id) == n for block_id, n in held.items())
 
 
 def check_group(group: Group, tables: Sequence[BlockTable], held: Sequence[Sequence[int]]) -> None:

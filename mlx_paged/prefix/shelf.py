@@ -110,7 +110,7 @@ class Shelf:
 
     def save(
         self, name: str, nbytes: int, arrays: Callable[[], tuple[dict[str, mx.array], str]], *, wait: bool
-    ) -> bool:
+    ) -> None:
         """Queue a file for writing, unless it is there. Warns once if files cannot be written.
 
         Args:
@@ -118,17 +118,14 @@ class Shelf:
             nbytes: about as many bytes as the arrays have.
             arrays: returns arrays by name, and a text; called only if they will be written.
             wait: wait until the queue has room; otherwise what it has no room for is dropped.
-
-        Returns:
-            Whether it was queued.
         """
         self._warn_of_problem()
         if self.has(name):
-            return False
+            return
         if self._waiting and self._waiting_bytes + nbytes > self.queued_bytes:
             if not wait:
                 self.dropped += 1
-                return False
+                return
             self._wait()
         data = _packed(name, *arrays())
         with self._lock:
@@ -138,7 +135,6 @@ class Shelf:
             self._last = self._writer.submit(self._write, name, data)
         except RuntimeError:  # no more threads, or the interpreter ends
             self._write(name, data)
-        return True
 
     def _write(self, name: str, data: memoryview) -> None:
         """Write a file; in the writing thread, which uses no MLX."""
@@ -162,7 +158,7 @@ class Shelf:
             temporary.unlink(missing_ok=True)  # left by an earlier process with this id
             descriptor = os.open(temporary, flags, 0o600)
             with open(descriptor, "wb") as file:
-                _fill(file, data)
+                file.write(data)
             temporary.replace(self.path / name)
         finally:
             temporary.unlink(missing_ok=True)
@@ -268,7 +264,3 @@ def _unpacked(name: str, data: bytes | memoryview) -> tuple[dict[str, Any], str]
 
 def _digest(name: str, payload: memoryview) -> bytes:
     return hashlib.sha256(name.encode() + payload).digest()
-
-
-def _fill(file: Any, data: memoryview) -> None:
-    file.write(data)

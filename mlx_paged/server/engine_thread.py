@@ -556,7 +556,7 @@ class EngineThread:
         if self._worked_at and self._tidied - self._worked_at >= TRIM_SECONDS:
             self._worked_at = 0.0
             trim_heap()
-        seconds = self.models.idle_unload
+        seconds = self.models.config.idle_unload
         if seconds is not None and self._used_at is not None and self._tidied - self._used_at >= seconds:
             self._used_at = None
             self.close_batch(None)

@@ -7,7 +7,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,7 +186,6 @@ class LoadedModels:
         self.cli_args, self.config, self.ranks = cli_args, config, ranks
         self.texts: LoadedTexts | None = None
         self.weights: Weights | None = None
-        self.idle_unload = config.idle_unload
         self._loaded: OrderedDict[ModelKey, tuple[Weights, LoadedTexts]] = OrderedDict()  # least recently used first
         self._all_texts: dict[ModelKey, LoadedTexts] = {}  # also of unloaded models of the command line
         self.prompt_cache = make_prompt_cache(config, cli_args.prompt_cache_size, ranks)
@@ -340,15 +339,13 @@ class LoadedModels:
         most = capacity(pool_of(weights.model), self.cli_args.prefill_step_size)
         return caches, LoadedTexts(weights, self.cli_args.chat_template_args, most)
 
-    def _identify(self, key: Hashable) -> str | None:
+    def _identify(self, key: Any) -> str | None:
         """Return the identity of a loaded model on disk; over ranks, None on all if one rank has none."""
-        found, identity = [each for each, _ in self._loaded.values() if each.key == key], None
-        if not found and self.weights is not None and self.weights.key == key:
-            found = [self.weights]
-        for weights in found:
-            identity = identity_of(
-                [weights.model, *([] if weights.separate_draft is None else [weights.separate_draft])]
-            )
+        found, identity = self._loaded.get(key), None
+        if found is not None:
+            weights, _ = found
+            draft = weights.separate_draft
+            identity = identity_of([weights.model, *([] if draft is None else [draft])])
         if self.ranks is not None and not all(self.ranks.exchange(identity is not None)):
             return None
         return identity

@@ -224,10 +224,7 @@ def blocks_of(pool: BlockPool) -> list[dict[str, Any]]:
 
 def _runs(pool: BlockPool, index: int) -> list[tuple[str, int]]:
     allocator = pool.groups[index].allocator
-    held: Counter[int] = Counter()
-    for holder in pool.memory.holders():
-        for block_ids in holder.held(index):
-            held.update(block_ids)
+    held = pool.memory.cached_references(index)
 
     def state(block_id: int) -> str:
         references = allocator.refcount(block_id)

@@ -75,7 +75,7 @@ class Service(Parts):
         self._server = _Server(config, self._on_signal)
         for name in ("uvicorn", "uvicorn.error"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
             signal.signal(signal.SIGHUP, self._server.handle_exit)
         self.engine.start(is_watched=self.ranks is None)
         host, port = listener.getsockname()[:2]

@@ -21,7 +21,7 @@ from ...kv.group import LayerGroup
 from ..sharded import check_heads
 
 PROBE_ROWS = 3
-STOCK_NAMES = ("empty", "maybe_trim_front", "offset", "size", "start_position")  # what models may read of a paged cache
+STOCK_NAMES = ("maybe_trim_front", "offset", "start_position")  # what models may read of a paged cache
 
 
 class ProbeLayer:

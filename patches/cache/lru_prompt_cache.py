@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -40,7 +41,6 @@ class PagedPromptCache:
 
     Args:
         max_size: most entries, for paged and other caches separately. None: no limit for paged ones, 10 others.
-        max_bytes: most bytes of blocks held.
         ttl: evict prefixes idle for longer than this, in seconds.
         clock: returns the time in seconds.
         disk: where evicted prefixes are written to and restored from.
@@ -51,16 +51,15 @@ class PagedPromptCache:
     def __init__(
         self,
         max_size: int | None = 10,
-        max_bytes: int = 1 << 63,
         *,
         ttl: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         disk: DiskTier | None = None,
         identify: Callable[[Hashable], str | None] = lambda model: None,
     ) -> None:
-        self.max_size, self.max_bytes, self.ttl, self.clock = max_size, max_bytes, ttl, clock
+        self.max_size, self.ttl, self.clock = max_size, ttl, clock
         self.disk, self.identify = disk, identify
-        self.unpaged = LRUPromptCache(MAX_UNPAGED if max_size is None else max_size, max_bytes)
+        self.unpaged = LRUPromptCache(MAX_UNPAGED if max_size is None else max_size)
         self._caches: weakref.WeakKeyDictionary[BlockPool, PrefixCache] = weakref.WeakKeyDictionary()
         self._drafts: weakref.WeakSet[BlockPool] = weakref.WeakSet()  # pools of draft models
         self._layouts: dict[Hashable, _Layout] = {}
@@ -174,13 +173,12 @@ class PagedPromptCache:
         for number, sequence in enumerate(sequences):
             prefixes = SharedPrefixes(self.cache_of(sequence.pool), self._name(model, number, sequence.pool))
             prefixes.insert(tokens[: sequence.length], sequence.table, self._salt)
-        self._trim(self.max_size, self.max_bytes)
+        self._trim(self.max_size)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Evict least recently used entries down to these numbers."""
-        self._trim(
-            None if n_sequences is None else max(0, n_sequences), 1 << 63 if n_bytes is None else max(0, n_bytes)
-        )
+        most_bytes = math.inf if n_bytes is None else max(0, n_bytes)
+        self._trim(None if n_sequences is None else max(0, n_sequences), most_bytes)
         self.unpaged.trim_to(
             n_sequences=None if n_sequences is None else max(0, n_sequences - self._num_paged()),
             n_bytes=None if n_bytes is None else max(0, n_bytes - self._paged_bytes()),
@@ -262,7 +260,7 @@ class PagedPromptCache:
         cache, rest = self.unpaged.fetch_nearest_cache(salted, tokens[:-1])
         return cache, rest + tokens[-1:]
 
-    def _trim(self, max_size: int | None, max_bytes: int) -> None:
+    def _trim(self, max_size: int | None, max_bytes: float = math.inf) -> None:
         while (max_size is not None and self._num_paged() > max_size) or self._paged_bytes() > max_bytes:
             caches = [cache for cache in self._live_caches() if cache.entries]
             if not caches:

@@ -49,9 +49,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     Rows of models that are not paged are computed one by one, with mlx-lm's own caches.
     """
 
-    packs: bool | None = None
-    """Whether prompts of several requests go together through models that allow it; None: where it pays."""
-
     _uid_count: int
 
     def __init__(
@@ -78,7 +75,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 prefill_batch_size=self.prefill_batch_size,
                 prefixes=prefixes,
                 factory=self._factory,
-                packs=self.packs,
                 reads_blocks_only=reads_blocks_only(model),
                 state_interval=self._factory.config.state_interval,
                 prefill_latency=self._factory.config.prefill_latency,

@@ -99,7 +99,7 @@ def is_upstreams(call: ModelCall) -> bool:
 
 def step_of(pool: BlockPool, original: ModelCall) -> CompiledStep:
     """Return the pool's compiled step."""
-    return compiled_steps.get(pool) or compiled_steps.put(pool, CompiledStep(pool, original))
+    return compiled_steps.get(pool) or compiled_steps.put(pool, CompiledStep(original))
 
 
 _guarded: weakref.WeakSet[type] = weakref.WeakSet()

@@ -46,22 +46,6 @@ def test_deepcopy_is_a_fork_by_reference() -> None:
     pool.check_integrity()
 
 
-def test_from_state_is_a_fork() -> None:
-    paged, dense = filled(None, (6, 1))
-    fork = PagedKVCache.from_state(paged.state)
-    assert type(fork) is PagedKVCache and fork.pool is paged.pool and fork.sequence is not paged.sequence
-    assert paged.pool.stats().shared_blocks == 2
-    kept = dense.keys_and_values()
-    fork.update(*kv(7, 3))
-    assert_same(paged.keys_and_values(), kept)
-    assert fork.offset == 10
-
-
-def test_from_state_of_dense_keys_is_refused() -> None:
-    with pytest.raises(PromptCacheError, match="need a pool"):
-        PagedKVCache.from_state((*kv(1, 3), 3))
-
-
 # State and load ---------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ import mlx_paged
 from mlx_paged import PagedConfig
 from mlx_paged.engine import decode_batch, prefill
 from mlx_paged.engine import engine as engine_module
-from mlx_paged.errors import DeviceError, RequestFailedError, check_device
+from mlx_paged.errors import DeviceError, check_device, without_frames
 from mlx_paged.kv.pool import BlockPool
 from mlx_paged.patches.cache.lru_prompt_cache import PagedPromptCache
 from mlx_paged.patches.cache.pools import pool_of
@@ -278,7 +278,7 @@ def test_errors_of_the_device_are_recognised(text: str) -> None:
         with pytest.raises(DeviceError, match="the device failed"):
             check_device(error)
     with pytest.raises(DeviceError):
-        RequestFailedError.without_frames(0, RuntimeError(text))
+        without_frames(RuntimeError(text))
     assert DeviceError.count == before + 3
 
 

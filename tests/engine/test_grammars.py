@@ -64,7 +64,7 @@ def test_unusable_schema_is_refused_with_a_reason(schema: Any, message: str) -> 
     with pytest.raises(GrammarError, match=message):
         common().compile(GrammarSource.json(schema))
     with pytest.raises(GrammarError):
-        common().compile(GrammarSource.lark(f"start: {json_in_lark(schema)}"))
+        common().compile(GrammarSource("lark", f"start: {json_in_lark(schema)}"))
 
 
 @pytest.mark.parametrize("number", [0.01, 2.5, 100, 1_000_000, 60, -7])
@@ -75,12 +75,12 @@ def test_usual_multiples_are_accepted(number: float) -> None:
 @pytest.mark.parametrize(
     "source, message",
     [
-        (GrammarSource.regex("("), "unclosed group"),
-        (GrammarSource.regex("(?<=a)b"), "look-around"),
-        (GrammarSource.lark("start: x"), r"at 1\(8\): unknown name"),
-        (GrammarSource.lark("begin: x"), "no start rule"),
-        (GrammarSource.lark("start: start"), "no answer"),
-        (GrammarSource.lark(""), "Empty"),
+        (GrammarSource("regex", "("), "unclosed group"),
+        (GrammarSource("regex", "(?<=a)b"), "look-around"),
+        (GrammarSource("lark", "start: x"), r"at 1\(8\): unknown name"),
+        (GrammarSource("lark", "begin: x"), "no start rule"),
+        (GrammarSource("lark", "start: start"), "no answer"),
+        (GrammarSource("lark", ""), "Empty"),
     ],
 )
 def test_unusable_expression_is_refused_with_a_reason(source: GrammarSource, message: str) -> None:
@@ -104,24 +104,24 @@ HOSTILE = [
     GrammarSource.json({"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for j in range(3)]} for i in range(12)]}),
     GrammarSource.json({"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1200)}, "$ref": "#/$defs/a0"}),
     GrammarSource.json({"type": "integer", "minimum": -(2**62), "maximum": -(2**62)}),
-    GrammarSource.lark("start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3900)) + '\nr3900: "a"'),
-    GrammarSource.lark("start: r0\n" + "\n".join(f'r{i}: "k{i}" r{i + 1}?' for i in range(3900)) + '\nr3900: "a"'),
-    GrammarSource.lark("\n".join(["start: r0"] * 4002)),
+    GrammarSource("lark", "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3900)) + '\nr3900: "a"'),
+    GrammarSource("lark", "start: r0\n" + "\n".join(f'r{i}: "k{i}" r{i + 1}?' for i in range(3900)) + '\nr3900: "a"'),
+    GrammarSource("lark", "\n".join(["start: r0"] * 4002)),
     GrammarSource.choice(["\ud800"]),
-    GrammarSource.regex("(" * 100_000 + "a" + ")" * 100_000),
-    GrammarSource.regex("(a|b)*" * 5000),
-    GrammarSource.regex("(a|b)*a(a|b){100000}"),
-    GrammarSource.lark("start: " + "(" * 100_000 + '"a"' + ")" * 100_000),
-    GrammarSource.lark("start: " + "%lark { " * 3000 + 'start: "a"' + "}" * 3000),
-    GrammarSource.lark('start: s\ns: s s | "a" |'),
-    GrammarSource.regex("a" * (1 << 18) + "a"),
-    GrammarSource.regex("a?" * 60_000),
-    GrammarSource.regex("(a|b|c)*" * 5000),
-    GrammarSource.regex("(a{0,300}){0,300}"),
-    GrammarSource.regex("(.*a.{300})+"),
-    GrammarSource.lark("start: " + "%lark { " * 100 + 'start: "a"' + "}" * 100),
-    GrammarSource.lark('start: ("a"~0..1000)~0..1000'),
-    GrammarSource.lark("start: %json " + '{"properties":{"a":' * 5000 + "{}" + "}}" * 5000),
+    GrammarSource("regex", "(" * 100_000 + "a" + ")" * 100_000),
+    GrammarSource("regex", "(a|b)*" * 5000),
+    GrammarSource("regex", "(a|b)*a(a|b){100000}"),
+    GrammarSource("lark", "start: " + "(" * 100_000 + '"a"' + ")" * 100_000),
+    GrammarSource("lark", "start: " + "%lark { " * 3000 + 'start: "a"' + "}" * 3000),
+    GrammarSource("lark", 'start: s\ns: s s | "a" |'),
+    GrammarSource("regex", "a" * (1 << 18) + "a"),
+    GrammarSource("regex", "a?" * 60_000),
+    GrammarSource("regex", "(a|b|c)*" * 5000),
+    GrammarSource("regex", "(a{0,300}){0,300}"),
+    GrammarSource("regex", "(.*a.{300})+"),
+    GrammarSource("lark", "start: " + "%lark { " * 100 + 'start: "a"' + "}" * 100),
+    GrammarSource("lark", 'start: ("a"~0..1000)~0..1000'),
+    GrammarSource("lark", "start: %json " + '{"properties":{"a":' * 5000 + "{}" + "}}" * 5000),
     GrammarSource.json({"type": "integer", "multipleOf": 20_000 - 1}),
     GrammarSource.json({"oneOf": [{"properties": {"k": {"const": i}}, "required": ["k"]} for i in range(3000)]}),
 ]
@@ -148,13 +148,13 @@ def test_hostile_grammars_do_not_crash_the_process(source: GrammarSource) -> Non
 
 def test_recently_used_grammars_are_cached_up_to_a_number_of_characters() -> None:
     compiler = make()
-    first = GrammarSource.regex("first")
+    first = GrammarSource("regex", "first")
     kept = compiler.compile(first).matcher
     for number in range(MAX_KEPT - 1):
-        compiler.compile(GrammarSource.regex(f"x{number}"))
+        compiler.compile(GrammarSource("regex", f"x{number}"))
     assert compiler.compile(first).matcher is kept
     for number in range(MAX_KEPT):
-        compiler.compile(GrammarSource.regex(f"y{number}"))
+        compiler.compile(GrammarSource("regex", f"y{number}"))
     assert compiler.compile(first).matcher is not kept and len(compiler._kept) == MAX_KEPT
     for number in range(6):  # some 250,000 each
         compiler.compile(GrammarSource.json({"enum": [f"v{i} {number}" for i in range(17_000)]}))
@@ -177,7 +177,7 @@ def test_many_threads_can_compile_grammars() -> None:
 def test_compiler_and_grammars_are_freed_without_the_collector() -> None:
     def use() -> list[weakref.ref[object]]:
         compiler = make()
-        compiled = compiler.compile(GrammarSource.regex("a"))
+        compiled = compiler.compile(GrammarSource("regex", "a"))
         return [weakref.ref(each) for each in (compiler, compiled, compiled.start())]
 
     with without_collector():
@@ -204,7 +204,7 @@ NUM_TOKENS = 262
 
 
 def compiled(regex: str) -> CompiledGrammar:
-    return common().compile(GrammarSource.regex(regex))
+    return common().compile(GrammarSource("regex", regex))
 
 
 def allowed(grammar: Grammar, num_tokens: int = NUM_TOKENS) -> set[int]:
@@ -243,7 +243,7 @@ def test_grammar_may_begin_after_the_reasoning() -> None:
 
 
 def test_a_grammar_may_describe_parts_of_an_answer() -> None:
-    one = common().compile(GrammarSource.regex("a"), trigger=(CALL,))
+    one = common().compile(GrammarSource("regex", "a"), trigger=(CALL,))
     grammar = one.start()
     for _ in range(2):
         assert allowed(grammar) == set(range(288))
@@ -303,7 +303,7 @@ def test_processor_finds_its_answer_after_the_prompt() -> None:
 
 @pytest.mark.parametrize("schema", [{"type": "object"}, {"type": "array"}])
 def test_json_allows_at_most_a_single_space(schema: dict[str, str]) -> None:
-    in_lark = GrammarSource.lark(f"start: {json_in_lark(schema)}")
+    in_lark = GrammarSource("lark", f"start: {json_in_lark(schema)}")
     for source in (GrammarSource.json(schema), in_lark):
         grammar = common().compile(source).start()
         grammar.accept(ord("{" if schema["type"] == "object" else "["))
@@ -336,7 +336,7 @@ def test_literal_choices_and_large_grammars_are_accepted(answer: str, source: Gr
 
 @pytest.mark.parametrize("rules", ['start: s\ns: s s | "a" |', 'start: a\na: a a a | a a | "a" | "y" | a "z"'])
 def test_ambiguous_grammar_fails_before_its_masks_take_long(rules: str) -> None:
-    grammar = common().compile(GrammarSource.lark(rules)).start()
+    grammar = common().compile(GrammarSource("lark", rules)).start()
     with pytest.raises(GrammarError, match="the grammar takes too much work: "):
         for _ in range(400):
             allowed(grammar)
@@ -378,7 +378,7 @@ def test_a_thinking_budget_of_0_ends_reasoning_at_once() -> None:
 
 def test_exhausted_lexer_is_recreated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LIMITS, "max_lexer_states", 500)
-    source, compiler = GrammarSource.regex("(.*a.{12})+"), make()
+    source, compiler = GrammarSource("regex", "(.*a.{12})+"), make()
 
     def use_up() -> None:
         letters, grammar = random.Random(0), compiler.compile(source).start()

@@ -23,7 +23,6 @@ from mlx_paged.kernels.build import NoKernelError
 from mlx_paged.kernels.fused_attention import has_nax, least_fused_queries
 from mlx_paged.kv import device_blocks
 from mlx_paged.kv.geometry import Geometry, QueryHeads
-from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from scripts.support import model_configs
 from tests.fuzz.cases import PACKING_HYBRIDS
 from tests.support.cases import crossed, quick
@@ -53,7 +52,7 @@ GENERIC = ("phi3", "olmo2", "qwen3_moe", "gpt_oss", "gemma3n", "gemma4_text", "g
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enable packs on a CPU too."""
-    monkeypatch.setattr(PagedBatchGenerator, "packs", True)
+    monkeypatch.setattr(engine_module, "packs_by_default", lambda pool: True)
 
 
 @pytest.fixture
@@ -142,7 +141,7 @@ def test_which_models_pack(name: str, options: dict[str, Any], packs: bool) -> N
 
 
 def test_packs_need_a_kernel_and_in_place_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PagedBatchGenerator, "packs", None)
+    monkeypatch.setattr(engine_module, "packs_by_default", prefill.packs_by_default)
     model = build("llama", head_dim=64)
     mlx_paged.apply_patches(PagedConfig(block_size=8))
     assert not generator(model)._engine.packs
@@ -283,7 +282,8 @@ def test_prefill_step_size_limits_steps(
     metal: bool, packs: bool, step: int, limits: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill, "on_metal", lambda: metal)
-    scheduler = ToyEngine(make_pool(), packs=packs, prefill_step_size=step).engine.scheduler
+    monkeypatch.setattr(engine_module, "packs_by_default", lambda pool: packs)
+    scheduler = ToyEngine(make_pool(), prefill_step_size=step).engine.scheduler
     assert (scheduler.grid, scheduler.token_budget, scheduler.chunk) == limits
 
 
@@ -292,7 +292,7 @@ def test_single_chunk_runs_as_a_pack_while_its_context_is_short(
     calls: list[list[int]], monkeypatch: pytest.MonkeyPatch, most: int, expected: list[list[int]]
 ) -> None:
     monkeypatch.setattr(prefill, "MOST_ALONE", most)
-    engine = ToyEngine(make_pool(), packs=True)
+    engine = ToyEngine(make_pool())
     uid = engine.add(toy_prompt(40), max_tokens=3)
     engine.run()
     assert engine.tokens(uid) == answer(toy_prompt(40), 3)

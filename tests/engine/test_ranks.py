@@ -133,9 +133,9 @@ def test_clients_are_told_of_the_end_without_a_stderr(pair: Any, monkeypatch: py
 def test_failed_step_names_the_rank_that_is_gone(pair: Any) -> None:
     """MLX's reduction fails before the end of the connection is noticed."""
     ranks, theirs, ended = pair
-    failure = RequestFailedError.without_frames(2, RuntimeError("[ring] connection to a peer was lost"))
+    failure = RequestFailedError(2, RuntimeError("[ring] connection to a peer was lost"))
     plan = ScheduledStep([], [], [])
-    ranks.note_step(plan, [], [RequestFailedError.without_frames(1, ValueError("its own"))], None)
+    ranks.note_step(plan, [], [RequestFailedError(1, ValueError("its own"))], None)
 
     def fail() -> None:
         with suppress(RuntimeError):

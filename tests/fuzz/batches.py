@@ -8,7 +8,6 @@ import random
 import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -32,6 +31,7 @@ from mlx_paged.prefix.prefix_cache import PrefixCache
 from mlx_paged.prefix.shelf import Shelf
 from tests.fuzz.cases import Case, Request, model_of
 from tests.support.kernels.fake_kernels import fake_kernels
+from tests.support.models.batch_runs import with_packs
 
 mlx_lm_generate = importlib.import_module("mlx_lm.generate")
 AMPLE = 1 << 26
@@ -98,7 +98,7 @@ def run(case: Case) -> int:
 
 def _live(case: Case, expected: list[Expected], caches: list[list[Any] | None], rng: random.Random, folder: str) -> int:
     """Run a case in the patched generator, with the prefixes that an earlier run left in the folder."""
-    with patched(case, folder) as (pool, prefixes, store), mock.patch.object(PagedBatchGenerator, "packs", case.packs):
+    with patched(case, folder) as (pool, prefixes, store), with_packs(case.packs):
         generator = PagedBatchGenerator(
             model_of(case.family),
             prefixes=prefixes,

@@ -32,7 +32,6 @@ LATENT_TENSOR = Variant("latent_decode_tensor", "cuda", mx.bfloat16, 576, 512, 6
 PAGES = page_shape(64, (8, 4), 32, mx.bfloat16)
 QUANTIZED = Variant("quantized_decode", "cuda", mx.bfloat16, 64, 64, 4, 16, True, True, PAGES)
 POOL = kernels.pool_texts(mx.bfloat16, 64, 64, 32)["write"][1]
-PRODUCT = narrow_matmul.kernel_key("narrow_matmul_group", mx.float16, narrow_matmul.SMALL)[1]
 
 
 class FakeCompiler:

@@ -177,7 +177,7 @@ def test_samplers_and_processors_choose_only_allowed_tokens() -> None:
 def test_preempted_answers_continue_in_their_grammars(seed: int) -> None:
     model = build("llama")
     prompts = [prompt_of(9 + index, seed=100 * seed + index) for index in range(5)]
-    letters = compiler().compile(GrammarSource.regex("([a-f][x-z]){20}"))
+    letters = compiler().compile(GrammarSource("regex", "([a-f][x-z]){20}"))
 
     def answers(num_blocks: int) -> tuple[list[list[int]], int]:
         mlx_paged.apply_patches(PagedConfig(kv_cache_memory=kv_budget(model, num_blocks, 8), block_size=8))
@@ -198,7 +198,7 @@ def always(letter: str) -> Any:
     return lambda _, logits: mx.where(mx.arange(logits.shape[-1]) == ord(letter), logits, -mx.inf)
 
 
-AMBIGUOUS = GrammarSource.lark('start: a\na: a a a | a a | "x" | "y" | a "z"')
+AMBIGUOUS = GrammarSource("lark", 'start: a\na: a a a | a a | "x" | "y" | a "z"')
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,19 @@ def test_file_that_vanishes_ends_the_prefix(tmp_path: Path) -> None:
     assert tier.restore(cache, (*range(20), 99), SALT, False) == 8 == pool.stats().live_blocks * 4
 
 
+def fill_by(patch: pytest.MonkeyPatch, action: Callable[[Callable[[Any], int], memoryview], None]) -> None:
+    """Have ``action`` fill a shelf's files; it gets the file's method ``write``, and the data."""
+
+    def opened(descriptor: int, mode: str) -> Any:
+        file: Any = open(descriptor, mode)  # noqa: SIM115 - whoever called closes it
+        if mode == "wb":
+            write = file.write
+            file.write = lambda data: action(write, data)
+        return file
+
+    patch.setattr(shelf_module, "open", opened, raising=False)
+
+
 def test_file_of_a_killed_writer_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the process ends while it writes a file, the file is whole or ignored."""
 
@@ -217,15 +230,18 @@ def test_file_of_a_killed_writer_is_ignored(tmp_path: Path, monkeypatch: pytest.
     def killed(*args: Any, **kwargs: Any) -> None:
         raise Killed
 
-    def half_written(file: Any, data: memoryview) -> None:
-        file.write(data[: len(data) // 2])
+    def half_written(write: Callable[[Any], int], data: memoryview) -> None:
+        write(data[: len(data) // 2])
         raise Killed
 
-    for where, name, action in [(shelf_module, "_fill", half_written), (Path, "replace", killed)]:
+    for name in ("fill", "replace"):
         folder = tmp_path / name
         saved(folder, [range(8)])
         with monkeypatch.context() as patch:
-            patch.setattr(where, name, action)
+            if name == "fill":
+                fill_by(patch, half_written)
+            else:
+                patch.setattr(Path, "replace", killed)
             patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # no clean-up either
             with pytest.raises(Killed):
                 Shelf(folder)._write_file("0" * 32 + ".kv0", memoryview(bytes(100)))
@@ -243,7 +259,7 @@ def test_full_disk_loses_the_prefix_with_one_warning(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.warns(ShelfWarning, match="No space left") as caught:
-        patch.setattr(shelf_module, "_fill", full)
+        fill_by(patch, full)
         shelf = saved(tmp_path, [range(20), range(50, 70)])
     assert len(caught) == 1 and len(shelf) == 0 and not list(tmp_path.iterdir())
 
@@ -251,14 +267,14 @@ def test_full_disk_loses_the_prefix_with_one_warning(tmp_path: Path, monkeypatch
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, set[threading.Thread]]:
     """Make the disk wait for an event; return it, and the threads that write."""
-    go_on, threads, fill = threading.Event(), set(), shelf_module._fill
+    go_on, threads = threading.Event(), set()
 
-    def slowly(file: Any, data: memoryview) -> None:
+    def slowly(write: Callable[[Any], int], data: memoryview) -> None:
         threads.add(threading.current_thread())
         assert go_on.wait(60)
-        fill(file, data)
+        write(data)
 
-    monkeypatch.setattr(shelf_module, "_fill", slowly)
+    fill_by(monkeypatch, slowly)
     return go_on, threads
 
 
@@ -391,14 +407,13 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("umask")
 def test_folder_and_files_are_private_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[int]] = []
-    real = shelf_module._fill
 
-    def save(file: Any, data: memoryview) -> None:
+    def save(write: Callable[[Any], int], data: memoryview) -> None:
         seen.append(modes(folder))  # before anything is in the file
-        real(file, data)
+        write(data)
         seen.append(modes(folder))
 
-    monkeypatch.setattr(shelf_module, "_fill", save)
+    fill_by(monkeypatch, save)
     folder = tmp_path / "made" / "here"
     (tmp_path / "made").mkdir()
     (tmp_path / "made").chmod(0o755)

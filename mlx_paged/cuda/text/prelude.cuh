@@ -433,6 +433,5 @@ __device__ inline void set_packet(Packet<T, N>& packet, int i, T value) {
 #define GLOBAL
 // Must come last: __device__ expands to a text with the word device in it.
 #define device
-#define constant
 #define thread
 #define threadgroup __shared__

@@ -297,11 +297,11 @@ class StructuredOutputs(Body):
     def constraint(self) -> Constraint:
         where = "structured_outputs"
         if self.regex is not None:
-            return Constraint(GrammarSource.regex(self.regex), f"{where}.regex")
+            return Constraint(GrammarSource("regex", self.regex), f"{where}.regex")
         if self.choice is not None:
             return Constraint(GrammarSource.choice(self.choice), f"{where}.choice")
         if self.grammar is not None:
-            return Constraint(GrammarSource.lark(self.grammar), f"{where}.grammar")
+            return Constraint(GrammarSource("lark", self.grammar), f"{where}.grammar")
         return _json(ANY_OBJECT if self.schema_of_json is None else self.schema_of_json, f"{where}.json")
 
 

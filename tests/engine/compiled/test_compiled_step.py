@@ -187,7 +187,7 @@ def test_repeated_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     mlx_paged.apply_patches(PagedConfig(block_size=16, **ON))
     greedy(model, prompt_of(9), 2)
     pool = mlx_paged.pool_of(model)
-    step = compiled_step.CompiledStep(pool, lambda *args: args[1])
+    step = compiled_step.CompiledStep(lambda *args: args[1])
 
     def find(size: int, num_blocks: int = 1) -> Any:
         shapes = compiled_step.StepShapes.of(size, [pool.new_table()] * size)._replace(num_blocks=(num_blocks,))

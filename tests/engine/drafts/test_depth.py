@@ -129,7 +129,7 @@ class Machine:
         for acceptance, count, right in zip(self.acceptances, counts, accepted, strict=True):
             if count:
                 acceptance.note([count], [right])
-        self.depth.note(self.rows, counts, accepted)
+        self.depth.note(counts, accepted)
         return sum(accepted)
 
     def run(self, steps: int) -> list[int]:

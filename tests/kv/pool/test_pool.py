@@ -54,7 +54,7 @@ def test_write_replaces_only_the_last_reserved_tokens() -> None:
 def test_trim_too_far_is_refused(n: int) -> None:
     watched = Watched()
     before = watched.picture()
-    with pytest.raises(TrimError, match=f"cannot trim {n} of 6 tokens"):
+    with pytest.raises(TrimError, match=f"cannot trim to {6 - n} tokens: the table has 6"):
         watched.pool.trim(watched.table, n)
     watched.assert_unchanged(before)
     watched.go_on()

@@ -1,16 +1,19 @@
 """Runs of the batch generator, and the solo runs of stock mlx-lm to compare them with."""
 
+import contextlib
 import functools
 import gc
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 
 import mlx_paged
+from mlx_paged.engine import engine
 from tests.support.models.builders import KINDS, build, greedy, prompt_of
 from tests.support.models.recurrent import build_recurrent
 
@@ -64,10 +67,19 @@ def generator(model: Any, **options: Any) -> Any:
     return mlx_lm_generate.BatchGenerator(model, **options)
 
 
+@contextlib.contextmanager
+def with_packs(packs: bool | None) -> Iterator[None]:
+    """Have generators made here compute prompts in packs, if their model can, or not; None: as on this device."""
+    default = engine.packs_by_default
+    with mock.patch.object(engine, "packs_by_default", default if packs is None else lambda pool: packs):
+        yield
+
+
 def packing_generator(model: Any, most: int, **options: Any) -> Any:
     """Make a generator whose prompts go through the model in packs of up to ``most`` tokens, whether or not rows
     decode."""
-    gen = type("Packing", (mlx_lm_generate.BatchGenerator,), {"packs": True})(model, **options)
+    with with_packs(True):
+        gen = generator(model, **options)
     if gen._engine.packs:
         gen._engine.scheduler.token_budget = most
     return gen

@@ -18,6 +18,7 @@ from mlx_paged.errors import RequestFailedError
 from mlx_paged.patches import registry
 from mlx_paged.patches.sharded import shard_head
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
+from tests.support.models.batch_runs import with_packs
 from tests.support.models.drafting import in_every_step
 
 VOCAB, BLOCK, LAYERS, KV_HEADS, HEAD_DIM = 128, 8, 2, 4, 16
@@ -54,14 +55,9 @@ class World:
         self.pool = mlx_paged.pool_of(self.model)
 
     def generator(self, *, packs: bool = False, shares: bool = False, **options: Any) -> Any:
-        kind = generate.BatchGenerator
         prefixes = SharedPrefixes(PrefixCache(self.pool)) if shares else None
-        gen = (
-            type("Packing", (kind,), {"packs": True})(self.model, prefixes=prefixes, **options)
-            if packs
-            else kind(self.model, prefixes=prefixes, **options)
-        )
-        return gen
+        with with_packs(packs or None):
+            return generate.BatchGenerator(self.model, prefixes=prefixes, **options)
 
     def step(self, gen: Any) -> bool:
         try:

@@ -14,9 +14,9 @@ from mlx_paged import PagedConfig, dispatch_counts, reset_dispatch_counts
 from mlx_paged.attention.dispatch import Dispatch
 from mlx_paged.cache.batch import Batch, NotPackableError
 from mlx_paged.cache.batch_cache import PagedBatchKVCache
+from mlx_paged.engine import engine
 from mlx_paged.engine.request import RequestOptions
 from mlx_paged.patches.cache import layout
-from mlx_paged.patches.generate.batch_generator import PagedBatchGenerator
 from mlx_paged.prefix.prefix_cache import PrefixCache, SharedPrefixes
 from scripts.support import model_configs
 from tests.support.cases import crossed, quick
@@ -38,7 +38,7 @@ VOCAB, TOLERANCE = model_configs.VOCAB, 5e-3
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enable packs on a CPU, where they are off."""
-    monkeypatch.setattr(PagedBatchGenerator, "packs", True)
+    monkeypatch.setattr(engine, "packs_by_default", lambda pool: True)
 
 
 @pytest.fixture

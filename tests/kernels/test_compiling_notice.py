@@ -1,4 +1,4 @@
-"""warn_when_slow prints its message once, and only on a terminal."""
+"""That kernels are being compiled is said once, and only on a terminal."""
 
 import io
 import sys
@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from mlx_paged import warn
-from mlx_paged.warn import warn_when_slow
+from mlx_paged.kernels import build
+from mlx_paged.kernels.build import warn_when_compiling
 
 
 class Terminal(io.StringIO):
@@ -28,19 +28,19 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warn, "_printed", set())
+    monkeypatch.setattr(build, "_has_said_so", threading.Event())
 
 
-def test_slow_operation_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_compilation_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(warn, "SLOW_SECONDS", 0.001)
-    with warn_when_slow("compiling"):
+    monkeypatch.setattr(build, "SLOW_SECONDS", 0.001)
+    with warn_when_compiling():
         assert terminal.told.wait(60)
     before = threading.active_count()
-    with warn_when_slow("compiling"):
+    with warn_when_compiling():
         assert threading.active_count() <= before, "no second timer is started"
-    assert terminal.getvalue() == "mlx_paged: compiling\n"
+    assert terminal.getvalue() == "mlx_paged: compiling kernels\n"
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def test_fast_operations_and_those_without_a_terminal_are_not_reported(
     monkeypatch: pytest.MonkeyPatch, stderr: Terminal | None, seconds: float, timers: int
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(warn, "SLOW_SECONDS", seconds)
+    monkeypatch.setattr(build, "SLOW_SECONDS", seconds)
     before = threading.active_count()
-    with warn_when_slow("compiling"):
+    with warn_when_compiling():
         assert threading.active_count() <= before + timers
     assert stderr is None or not stderr.getvalue()
     assert not any(isinstance(each, threading.Timer) and not each.finished.is_set() for each in threading.enumerate())
