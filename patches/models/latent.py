@@ -31,6 +31,7 @@ from .attention import AttentionCall, stays_paged
 MOST_AS_ROWS = 32
 # With at least this many rows, a head's matrix is multiplied with all rows at once instead of being read once per row.
 LEAST_BY_HEAD = 4
+BY_MLX_LM = Dispatch("gather", "latents are fetched by mlx-lm's code")
 Finish = Callable[[Any, mx.array, mx.array], mx.array]
 
 
@@ -162,6 +163,8 @@ def _attention(
     if out is not None:
         return out
     if not _is_pack(cache):
+        if isinstance(cache, (PagedLayerCache, PagedBatchKVCache)):
+            record(BY_MLX_LM)
         return upstream_call(x, mask, cache)
     outputs = []
     for part in cache.apart():

@@ -4,6 +4,7 @@ files, prefixes shared in a batch, and preemption. Prompts are longer than windo
 import gc
 import warnings
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -249,9 +250,11 @@ def test_preempted_requests_give_their_solo_tokens(case: Case) -> None:
     expected = [greedy(case.model, prompt, 40)[0] for prompt in prompts]
     mlx_paged.apply_patches(CONFIG)
     greedy(case.model, prompts[0], 1)
-    groups = mlx_paged.pool_of(case.model).groups
-    needed = sum(-(-75 // BLOCK) * group.bytes_per_block for group in groups)  # the longest request alone
-    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=int(needed * 1.6)))
+    memory = mlx_paged.pool_of(case.model).memory
+    step = sum(group.bytes_per_block for group in memory.groups)
+    # A little more than the longest request needs alone, in each group's part.
+    budget = next(n for n in count(step, step) if min(memory.capacities(n)) > -(-75 // BLOCK) + 2)
+    mlx_paged.apply_patches(PagedConfig(block_size=BLOCK, kv_cache_memory=budget))
     gen = generator(case.model, prefill_step_size=16)
     assert answers(gen, [prompt.tolist() for prompt in prompts], [40] * 4) == expected
     assert gen.preemptions == mlx_paged.pool_of(case.model).stats().preemptions > 0
