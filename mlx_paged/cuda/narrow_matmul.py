@@ -148,8 +148,8 @@ def _tile_of(x: mx.array) -> int:
 
 
 def _columns_of(body: str, tile: int, bits: int) -> int:
-    """Return how many columns of a result a thread group computes: with more it loads rows fewer times, with fewer there
-    are more thread groups (docs/adr/0011). 16 of two matrices are 32."""
+    """Return how many columns of a result a thread group computes: with more it loads rows fewer times, with fewer
+    there are more thread groups (docs/adr/0011). 16 of two matrices are 32."""
     return 32 if bits and tile > SMALL and body != GATED else 16
 
 
