@@ -10,7 +10,6 @@ import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -21,8 +20,8 @@ from mlx_lm.generate import generate_step
 
 import mlx_paged
 from mlx_paged import PagedConfig, PagedKVCache, warn
-from mlx_paged.engine import engine as engine_module
 from scripts.support import model_configs
+from tests.support.models.batch_runs import with_packs
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 TABLE = f"{'|---' * 13}|\n"  # the line below the table's header
@@ -94,8 +93,7 @@ def batched(
     model: Any, num_tokens: int, chunk: int = model_configs.CHUNK, packs: bool | None = None
 ) -> tuple[list[Run], Any]:
     """Run all prompts in one batch; ``packs``: in packs, if the model allows it. Return the runs and the generator."""
-    default = engine_module.packs_by_default
-    with mock.patch.object(engine_module, "packs_by_default", default if packs is None else lambda pool: packs):
+    with with_packs(packs):
         generator = sys.modules["mlx_lm.generate"].BatchGenerator(model, max_tokens=num_tokens, prefill_step_size=chunk)
     if packs:
         generator._engine.scheduler.token_budget = len(PROMPTS) * chunk  # a chunk of each prompt per step
@@ -155,7 +153,7 @@ def packs_of(generator: Any) -> bool:
     """Return whether prompts have just been computed as packs, and no layer has refused them."""
     engine = generator._engine
     came = any(choice.path == "apart" for choice in mlx_paged.dispatch_counts())
-    return engine is not None and engine.prefill.packs and (came or engine.pool is None)
+    return engine.prefill.packs and (came or engine.pool is None)
 
 
 def row_of(
@@ -179,12 +177,12 @@ def row_of(
         if issubclass(warning.category, mlx_paged.NotPagedWarning):
             reasons.append(str(warning.message).removeprefix("mlx_paged: ").split(": ", 1)[-1].split(";")[0])
     engine = generator._engine
-    batch = "mlx-lm's" if engine is None else "together" if engine.batch.takes_rows else "one by one"
+    batch = "together" if engine.batch.takes_rows else "one by one"
     return Row(
         name, status, ", ".join(groups), attention_of(model), batch, "yes" if packs else "no",
         "no" if status == "stock" or name in NOT_COMPILED else "yes",
         "yes" if packs and engine.drafts is not None else "no", *figures,
-        "no" if engine is None else "yes" if engine.all_paged else "checkpoints", "; ".join(dict.fromkeys(reasons)),
+        "yes" if engine.all_paged else "checkpoints", "; ".join(dict.fromkeys(reasons)),
     )  # fmt: skip
 
 
